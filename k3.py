@@ -1,0 +1,2849 @@
+"""Kimi K3 in one readable file: the released model, exact, in plain PyTorch.
+
+Read beside the technical report "Kimi K3: Open Frontier Intelligence" (Kimi Team, Moonshot AI, July 2026); KDA comes
+from "Kimi Linear" (arXiv:2510.26692). Mechanisms stand in the report's order. The hard ones are free functions of
+tensors, definition first; modules hold weights under the released checkpoint's names and call them.
+
+    §2.1.1  Kimi Delta Attention     kda_log_decay, kda_recurrent, KDA             Eqs. 1-6
+    §2.1.2  Gated MLA, no positions  mla_full, mla_absorbed, MLA                   Eq. 7
+    §2.2    Attention Residuals      attn_res, attn_res_blocks, attn_res_merge     Eqs. 8-10
+    §2.3.1  Stable LatentMoE         Gate, Experts, LatentMoE                      Eq. 11
+    §2.3.2  SiTU-GLU                 situ_glu                                      Eq. 12
+    §2.3.3  Quantile Balancing       route, quantile_bias, QuantileHistogram       Eqs. 13-14, App. C-D
+    model   layers, K3, MTP          DecoderLayer, K3, State
+    files   the released layout      mxfp4_decode, load_model, save_checkpoint
+
+Symbols the report uses twice keep one meaning here:
+    B batch   T tokens   D hidden width (7168)   H heads (96)   dk, dv head widths (128)   V vocabulary
+    S KDA state [dk, dv]   g log-decay   alpha = exp(g) retention   beta write strength (the soft caps are `cap`)
+    z decay logits (the MoE latent is `latent`)   k key (top-k is `k` only in the router)   cutoff routing threshold
+    n routed experts (896)   m tokens routed   q query (the target load m k / n is `target`)   b router bias
+
+Numerics. Weights are what the checkpoint stores (BF16, a few F32) or fp32 masters in training; activations have the
+dtype of the embedding's output. In fp32, whatever the model's dtype: norms, decay and KDA state, short convolution,
+router, softmax, SiTU, AttnRes scores, losses. Each such island goes up at its start (`f32`) and back to x.dtype as its
+last act. float64 stays float64, so that any part can be held to a float64 run.
+
+Not here: expert and context parallelism, post-training, speculative decoding servers.
+"""
+import argparse
+import base64
+import codecs
+import copy
+import dataclasses
+import gzip
+import hashlib
+import http.client
+import json
+import math
+import mmap
+import os
+import re
+import sys
+import threading
+import time
+import urllib.parse
+import urllib.request
+import warnings
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import tiktoken
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+# ---- Config ----------------------------------------------------------------------------------------------------------
+
+
+def _every_fourth_and_last(n):
+    """0-based it would be 3, 7, ..., and the last layer: three KDA layers, then one MLA layer.  [§2.1]"""
+    return [i for i in range(1, n + 1) if i % 4 == 0 or i == n]
+
+
+@dataclass
+class K3Config:
+    """The released config.json, flattened: K3Config() is the released model.
+
+    Fields carry the released keys' names; linear_num_heads and linear_head_dim are `num_heads` and `head_dim` of
+    linear_attn_config. Switches that may be null, false or 0 in the schema (marked "or") are the ablations.
+    kda_layers and full_attn_layers count layers from 1, as the release does; everything else counts from 0.
+    """
+    vocab_size: int = 163840
+    hidden_size: int = 7168                        # Table 1
+    num_hidden_layers: int = 93                    # Table 1
+    rms_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    max_position_embeddings: int = 1048576         # the context trained for; nothing in the model depends on it
+    # attention: which layer is which
+    kda_layers: list = None                        # None: all that are not full_attn_layers (69)
+    full_attn_layers: list = None                  # None: every fourth and the last (24)
+    # KDA, §2.1.1
+    linear_num_heads: int = 96
+    linear_head_dim: int = 128
+    short_conv_kernel_size: int = 4
+    gate_lower_bound: float = -5.0                 # g_min of Eq. 5; or None: Kimi Linear's unbounded softplus
+    use_full_rank_gate: bool = True                # Eq. 6; or False: Kimi Linear's low-rank gate
+    # gated MLA, §2.1.2
+    num_attention_heads: int = 96
+    q_lora_rank: int = 1536                        # or None: one full query projection
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64                     # named after DeepSeek's; K3 rotates nothing
+    v_head_dim: int = 128
+    # attention residuals, §2.2
+    attn_res_block_size: int = 12                  # 1: the full form; or None: plain residual stream
+    # feed-forward, §2.3
+    intermediate_size: int = 33792                 # of dense layers
+    first_k_dense_replace: int = 1
+    num_experts: int = 896                         # or None: every layer dense
+    num_experts_per_token: int = 16
+    num_shared_experts: int = 2                    # or 0
+    moe_intermediate_size: int = 3072
+    routed_expert_hidden_size: int = 3584          # the latent width; or None: experts at full width
+    latent_moe_use_norm: bool = True               # or False: the original LatentMoE
+    routed_scaling_factor: float = 1.0
+    hidden_act: str = "situ"                       # or "silu": SwiGLU
+    activation_situ_beta: float = 4.0              # gate cap
+    activation_situ_linear_beta: float = 25.0      # up cap
+    num_nextn_predict_layers: int = 0              # or 1: the MTP layer that was trained but not released
+    dtype: str = "bfloat16"                        # of stored tensors, except those that are always F32 or packed
+    # token ids with a meaning
+    bos_token_id: int = 163584
+    eos_token_id: int = 163586                     # <|end_of_msg|>
+    pad_token_id: int = 163839
+    media_placeholder_token_id: int = 163605
+    # vision, §2.4
+    vt_num_hidden_layers: int = 27                 # 0: a text-only model
+    vt_hidden_size: int = 1024
+    vt_intermediate_size: int = 4096
+    vt_num_attention_heads: int = 12
+    qkv_hidden_size: int = 1536
+    patch_size: int = 14
+    merge_kernel_size: tuple = (2, 2)
+    init_pos_emb_height: int = 64
+    init_pos_emb_width: int = 64
+    init_pos_emb_time: int = 4
+    projector_ln_eps: float = 1e-5
+
+    def __post_init__(self):
+        n = self.num_hidden_layers
+        if self.full_attn_layers is None:
+            kda = self.kda_layers
+            self.full_attn_layers = (_every_fourth_and_last(n) if kda is None else
+                                     [i for i in range(1, n + 1) if i not in kda])
+        if self.kda_layers is None:
+            self.kda_layers = [i for i in range(1, n + 1) if i not in self.full_attn_layers]
+        if self.vt_num_hidden_layers == 0:             # nothing to see with: one way of saying so
+            for f in dataclasses.fields(self):
+                if f.name in VISION[1:]:
+                    setattr(self, f.name, f.default)
+        self.merge_kernel_size = tuple(self.merge_kernel_size)
+        self._check()
+
+    def _check(self):
+        """Raises ValueError naming the key whose value is of the wrong kind or does not fit the others."""
+        for f in dataclasses.fields(self):
+            value, optional = getattr(self, f.name), f.name in OPTIONAL
+            kind = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}.get(f.type)
+            good = (value is None and optional) or kind is None or (
+                isinstance(value, bool) == (f.type is bool) and
+                isinstance(value, (int, float) if f.type is float else f.type))
+            need(good, f.name, value, kind + (" or null" if optional else "") if kind else "")
+            if f.type is int and value is not None:
+                low = 0 if f.name in MAY_BE_ZERO or f.name.endswith("token_id") else 1
+                need(value >= low, f.name, value, f"at least {low}")
+        both = sorted([*self.kda_layers, *self.full_attn_layers])
+        need(both == list(range(1, self.num_hidden_layers + 1)), "kda_layers", self.kda_layers,
+             f"with full_attn_layers each of the layers 1 to {self.num_hidden_layers} once")
+        need(self.hidden_act in ("situ", "silu"), "hidden_act", self.hidden_act, "situ or silu")
+        need(self.dtype in ("bfloat16", "float32"), "dtype", self.dtype, "bfloat16 or float32")
+        need(self.gate_lower_bound is None or -math.inf < self.gate_lower_bound < 0, "gate_lower_bound",
+             self.gate_lower_bound, "below 0 or null")
+        need(self.num_nextn_predict_layers in (0, 1), "num_nextn_predict_layers", self.num_nextn_predict_layers, "0 or 1")
+        need(min(self.activation_situ_beta, self.activation_situ_linear_beta, self.rms_norm_eps) > 0,
+             "activation_situ_beta", self.activation_situ_beta, "positive, as the other cap and rms_norm_eps must be")
+        if self.num_experts is not None:
+            need(self.num_experts_per_token < self.num_experts, "num_experts_per_token", self.num_experts_per_token,
+                 f"less than num_experts = {self.num_experts}, since the cutoff is the next score")
+        if self.vt_num_hidden_layers:
+            need(self.qkv_hidden_size % (4 * self.vt_num_attention_heads) == 0, "qkv_hidden_size", self.qkv_hidden_size,
+                 "a multiple of 4 vt_num_attention_heads, since rotary pairs alternate between x and y")
+            need(self.vt_hidden_size % 2 == 0, "vt_hidden_size", self.vt_hidden_size, "even")
+            need(len(self.merge_kernel_size) == 2 and min(self.merge_kernel_size) >= 1, "merge_kernel_size",
+                 self.merge_kernel_size, "two whole numbers")
+
+    @classmethod
+    def tiny(cls, **over):
+        """A few hundred thousand parameters with every mechanism in it: two full AttnRes blocks and a partial one."""
+        small = dict(
+            vocab_size=320, hidden_size=64, num_hidden_layers=5, linear_num_heads=2, linear_head_dim=32,
+            num_attention_heads=2, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16,
+            v_head_dim=32, attn_res_block_size=2, intermediate_size=128, num_experts=16, num_experts_per_token=4,
+            moe_intermediate_size=32, routed_expert_hidden_size=32, bos_token_id=256, eos_token_id=257,
+            pad_token_id=266, media_placeholder_token_id=265, max_position_embeddings=4096, vt_num_hidden_layers=0,
+            vt_hidden_size=64, vt_intermediate_size=128, vt_num_attention_heads=2, qkv_hidden_size=64,
+            init_pos_emb_height=8, init_pos_emb_width=8)
+        return cls(**{**small, **over})
+
+    @classmethod
+    def from_json(cls, source):
+        """Reads a released config.json: a path or the parsed dict, nested (text_config, vision_config) or bare text.
+
+        Raises ValueError, naming the key, for one that is unknown, missing, or set to what this file does not build.
+        The development checkpoints (Kimi-K3-0.40B) know neither gate_lower_bound nor the activation_situ keys: where
+        all three are absent, decay is Kimi Linear's softplus and the caps are the report's 4 and 25.
+        """
+        if not isinstance(source, dict):
+            with open(source, encoding="utf-8") as f:
+                try:
+                    source = json.load(f)
+                except ValueError as e:
+                    raise ValueError(f"{source} is not JSON: {e}") from None
+            need(isinstance(source, dict), "config", source, "an object")
+        outer = dict(source)
+        text = outer.pop("text_config") if "text_config" in outer else dict(outer)
+        vision = outer.pop("vision_config", None)
+        need(isinstance(text, dict), "text_config", text, "an object")
+        text = dict(text)
+        text.pop("vision_config", None)
+        linear = text.pop("linear_attn_config", None)
+        need(isinstance(linear, dict), "linear_attn_config", linear, "an object")
+        flat = {RENAMED.get(k, k): v for k, v in linear.items()}
+        known = {f.name for f in dataclasses.fields(cls)}
+        for group in (outer, text, vision or {}):
+            for key, value in group.items():
+                if key in known:
+                    need(key not in flat or flat[key] == value, key, value, f"{flat.get(key)!r}, as elsewhere in the file")
+                    flat[key] = value
+                elif key in FIXED:
+                    need(value in FIXED[key], key, value, " or ".join(map(repr, FIXED[key])))
+                elif key not in UNUSED and key not in MUST_EQUAL:
+                    raise ValueError(f"config: unknown key {key!r}")
+        if not SITU_KEYS & flat.keys():
+            flat.update(gate_lower_bound=None, activation_situ_beta=4.0, activation_situ_linear_beta=25.0)
+        if vision is None:
+            flat["vt_num_hidden_layers"] = 0
+        for key in sorted(known - flat.keys()):
+            need(key in MAY_BE_MISSING or (vision is None and key in VISION), key, None, "given")
+        config = cls(**flat)
+        for key, like in MUST_EQUAL.items():
+            for group in (text, vision or {}):
+                need(group.get(key, getattr(config, like)) == getattr(config, like), key, group.get(key), f"{like}")
+        return config
+
+    def to_json(self):
+        """The released nested layout as a dict, which from_json reads back to an equal config."""
+        flat = dataclasses.asdict(self)
+        flat["merge_kernel_size"] = list(self.merge_kernel_size)
+        vision = {k: flat.pop(k) for k in VISION}
+        linear = {old: flat.pop(new) for new, old in LINEAR.items()}
+        tokens = {k: flat[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        placeholder = {"media_placeholder_token_id": flat.pop("media_placeholder_token_id")}
+        text = {**flat, "model_type": "kimi_linear", "num_key_value_heads": self.num_attention_heads, "mla_use_nope": True,
+                "mla_use_output_gate": True, "moe_renormalize": True, "moe_router_activation_func": "sigmoid",
+                "topk_method": "noaux_tc", "tie_word_embeddings": False, "linear_attn_config": linear}
+        out = {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", **tokens, **placeholder,
+               "text_config": text}
+        if self.vt_num_hidden_layers:
+            out["vision_config"] = {**vision, "mm_hidden_size": self.vt_hidden_size, "text_hidden_size": self.hidden_size}
+        return out
+
+    def is_mla(self, i):
+        """Whether layer i (0-based) is a gated MLA layer; the config's lists are 1-based."""
+        return i + 1 in self.full_attn_layers
+
+    def is_moe(self, i):
+        return self.num_experts is not None and i >= self.first_k_dense_replace
+
+
+def need(good, key, value, wanted):
+    if not good:
+        raise ValueError(f"config: {key} is {value!r}, expected {wanted}")
+
+
+RENAMED = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim"}
+LINEAR = {new: {v: k for k, v in RENAMED.items()}.get(new, new) for new in (
+    "kda_layers", "full_attn_layers", "linear_num_heads", "linear_head_dim", "short_conv_kernel_size",
+    "gate_lower_bound", "use_full_rank_gate")}
+VISION = ("vt_num_hidden_layers", "vt_hidden_size", "vt_intermediate_size", "vt_num_attention_heads", "qkv_hidden_size",
+          "patch_size", "merge_kernel_size", "init_pos_emb_height", "init_pos_emb_width", "init_pos_emb_time",
+          "projector_ln_eps")
+SITU_KEYS = {"gate_lower_bound", "activation_situ_beta", "activation_situ_linear_beta"}
+OPTIONAL = {"gate_lower_bound", "q_lora_rank", "attn_res_block_size", "num_experts", "routed_expert_hidden_size"}
+MAY_BE_ZERO = {"first_k_dense_replace", "num_shared_experts", "num_nextn_predict_layers", "vt_num_hidden_layers",
+               "qk_rope_head_dim"}
+MAY_BE_MISSING = {"media_placeholder_token_id", "initializer_range", "max_position_embeddings", "routed_scaling_factor", "dtype"}
+MUST_EQUAL = {"num_key_value_heads": "num_attention_heads", "mm_hidden_size": "vt_hidden_size",
+              "text_hidden_size": "hidden_size"}
+FIXED = {  # keys of the release that this file builds at one value (or several that mean the same here)
+    "model_type": ("kimi_k3", "kimi_linear"), "moe_layer_freq": (1,), "moe_renormalize": (True,),
+    "moe_router_activation_func": ("sigmoid",), "topk_method": ("noaux_tc",), "num_expert_group": (1,), "topk_group": (1,),
+    "mla_use_nope": (True,), "mla_use_output_gate": (True,), "tie_word_embeddings": (False,), "is_decoder": (False, True),
+    "activation_func": ("gelu_pytorch_tanh",), "attn_bias": (False,), "linear_bias": (False,), "merge_type": ("sd2_tpool",),
+    "mlp_type": ("mlp2",), "mm_projector_type": ("patchmergerv2",), "norm_type": ("rmsnorm",),
+    "patch_embed_proj_bias": (False,), "pos_emb_interpolation_mode": ("bilinear",), "pos_emb_type": ("divided_fixed",),
+    "projector_hidden_act": ("gelu",)}
+UNUSED = set("""
+    _attn_implementation _name_or_path add_cross_attention architectures auto_map bad_words_ids begin_suppress_tokens
+    chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
+    early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id head_dim id2label ignore_index image_placeholder is_encoder_decoder label2id length_penalty
+    max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
+    output_hidden_states output_scores prefix problem_type pruned_heads quantization_config remove_invalid_values
+    repetition_penalty return_dict return_dict_in_generate rope_parameters rope_scaling rope_theta sep_token_id
+    suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p
+    torch_dtype torchscript transformers_version typical_p use_bfloat16 use_cache use_grouped_topk""".split())
+
+# ---- Primitives ------------------------------------------------------------------------------------------------------
+
+
+def f32(x):
+    """x in fp32 for an island of full precision; float64 stays."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def rms_norm(x, weight, eps):
+    """x / rms(x) over the last axis, times weight [d]; the division in fp32, the product in x's dtype, as released."""
+    up = f32(x)
+    return (up * torch.rsqrt(up.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight.to(x.dtype)
+
+
+def l2_norm(x, eps=1e-6):
+    """x / |x| over the last axis in fp32; eps stands inside the root, so that zero stays zero."""
+    up = f32(x)
+    return (up * torch.rsqrt(up.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def situ_glu(gate, up, gate_cap=4.0, up_cap=25.0):
+    """SiTU-GLU: SwiGLU with both factors softly capped, |result| <= gate_cap * up_cap.  [§2.3.2, Eq. 12]
+
+    gate, up  [..., I]  pre-activations of any size
+    Computed in fp32, returned in gate's dtype. Near 0 it is SwiGLU up to the third order.
+    """
+    a, u = f32(gate), f32(up)
+    return (gate_cap * torch.tanh(a / gate_cap) * torch.sigmoid(a) * (up_cap * torch.tanh(u / up_cap))).to(gate.dtype)
+
+
+def swiglu(gate, up):
+    return (F.silu(f32(gate)) * f32(up)).to(gate.dtype)
+
+
+class Module(nn.Module):
+    """nn.Module whose parameters and buffers named in `fp32` never fall below fp32 when the model is cast."""
+    fp32 = ()
+
+    def _apply(self, fn, recurse=True):
+        held = [t for n, t in self.named_parameters() if n in self.fp32] + [b for n, b in self.named_buffers() if n in self.fp32]
+        keep = {id(t) for t in held} | {id(t.grad) for t in held if t.grad is not None}
+
+        def same_or_wider(t):
+            new = fn(t)
+            return t.to(new.device) if id(t) in keep and new.element_size() < 4 else new
+        return super()._apply(same_or_wider, recurse)
+
+
+class Linear(nn.Linear):
+    """y = x W^T, no bias. The weight follows x's dtype, so fp32 masters can serve bf16 activations."""
+
+    def __init__(self, d_in, d_out):
+        super().__init__(d_in, d_out, bias=False)
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+
+    def forward(self, x):
+        return rms_norm(x, self.weight, self.eps)
+
+
+class MLP(nn.Module):
+    """The dense feed-forward, and the shared experts: two of width 3072 are one of 6144.  [§2.3.1]"""
+
+    def __init__(self, config, width):
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, width)
+        self.up_proj = Linear(config.hidden_size, width)
+        self.down_proj = Linear(width, config.hidden_size)
+        self.act = activation(config)
+
+    def forward(self, x):
+        return self.down_proj(self.act(self.gate_proj(x), self.up_proj(x)))
+
+
+def activation(config):
+    """The config's GLU as a function of (gate, up)."""
+    if config.hidden_act == "silu":
+        return swiglu
+    caps = config.activation_situ_beta, config.activation_situ_linear_beta
+    return lambda gate, up: situ_glu(gate, up, *caps)
+
+# ---- §2.1.1 Kimi Delta Attention -------------------------------------------------------------------------------------
+
+
+def short_conv(x, weight, tail=None):
+    """Causal depthwise convolution over time, then SiLU, in fp32.  [§2.1.1]
+
+    x       [B, T, C]    projections
+    weight  [C, 1, W] or [C, W]   the last tap multiplies the current token
+    tail    [B, W-1, C]  the projections (before convolution and SiLU) just before x; None means zeros
+    Returns the activations in x's dtype, and the tail for what follows.
+    """
+    if weight.dim() != 2 and not (weight.dim() == 3 and weight.shape[1] == 1):
+        raise ValueError(f"convolution weight has shape {list(weight.shape)}, expected [C, W] or [C, 1, W]")
+    T, taps = x.shape[1], f32(weight.flatten(1)).unbind(-1)
+    if tail is None:
+        tail = x.new_zeros(x.shape[0], len(taps) - 1, x.shape[2])
+    x = torch.cat([tail, x], 1)
+    y = sum(f32(x[:, j:j + T]) * tap for j, tap in enumerate(taps))
+    return F.silu(y).to(x.dtype), x[:, T:]
+
+
+def kda_log_decay(z, A_log, dt_bias, g_min):
+    """Decay logits to the log-decay of one step, g = log(alpha).  [§2.1.1, Eq. 5]
+
+    z        [B, T, H, dk]   low-rank decay logits
+    A_log    [H]             log of the logit's scale, one per head
+    dt_bias  [H dk]          added before the scale
+    g_min    the lower bound (-5): g in (g_min, 0); None: Kimi Linear's -exp(A) softplus(z), g in (-inf, 0)
+    Returns g [B, T, H, dk] in fp32.
+    """
+    z = f32(z) + dt_bias.view(z.shape[-2:])
+    A = A_log.clamp(max=80).exp().unsqueeze(-1)    # beyond e^80 fp32 overflows, and inf * 0 is NaN
+    return -A * F.softplus(z) if g_min is None else g_min * torch.sigmoid(A * z)     # Eq. 5
+
+
+def kda_recurrent(q, k, v, g, beta, S=None, scale=None):
+    """Kimi Delta Attention, token by token: the definition.  [§2.1.1, Eq. 1]
+
+    q, k  [B, T, H, dk]   unit length along dk
+    v     [B, T, H, dv]
+    g     [B, T, H, dk]   log-decay, alpha = exp(g)
+    beta  [B, T, H]       write strength in (0, 1), already through the sigmoid
+    S     [B, H, dk, dv]  state before the first token, left as it is; None means zeros
+    scale of the query; dk^-0.5 unless given (the released code has it, Eq. 1 does not show it)
+    Returns o [B, T, H, dv] in v's dtype and the state after the last token in fp32 (float64 for float64).
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    B, T, H, dk = q.shape
+    q, k, u, alpha, beta = f32(q) * scale, f32(k), f32(v), f32(g).exp(), f32(beta)
+    S = q.new_zeros(B, H, dk, v.shape[-1]) if S is None else f32(S).clone()
+    o = []
+    for t in range(T):
+        S = alpha[:, t, :, :, None] * S                                          # forget: Diag(alpha) S
+        error = u[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t])              # what k does not yet recall
+        S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * error)      # Eq. 1
+        o.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
+    return (torch.stack(o, 1) if o else u).to(v.dtype), S
+
+
+class KDA(Module):
+    """Kimi Delta Attention with its projections: x [B, T, D], after the layer's norm, to [B, T, D].  [§2.1.1, Eqs. 1-6]"""
+    fp32 = ("A_log", "dt_bias", "q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight", "o_norm.weight")
+    kernel = "plain"
+
+    def __init__(self, config):
+        super().__init__()
+        D, H, d = config.hidden_size, config.linear_num_heads, config.linear_head_dim
+        P, self.H, self.d, self.g_min = H * d, H, d, config.gate_lower_bound
+        for name in "qkv":
+            setattr(self, f"{name}_proj", Linear(D, P))
+            setattr(self, f"{name}_conv1d", nn.Conv1d(P, P, config.short_conv_kernel_size, groups=P, bias=False))
+        self.f_a_proj, self.f_b_proj = Linear(D, d), Linear(d, P)               # low-rank decay logits
+        self.b_proj = Linear(D, H)
+        self.A_log, self.dt_bias = nn.Parameter(torch.empty(H)), nn.Parameter(torch.empty(P))
+        if config.use_full_rank_gate:
+            self.g_proj = Linear(D, P)
+        else:
+            self.g_a_proj, self.g_b_proj = Linear(D, d), Linear(d, P)
+        self.o_norm, self.o_proj = RMSNorm(d, config.rms_norm_eps), Linear(P, D)
+
+    def forward(self, x, state=None):
+        q, k, v = (self.heads(self.conv(name, x, state)) for name in "qkv")
+        g = kda_log_decay(self.heads(self.f_b_proj(self.f_a_proj(x))), self.A_log, self.dt_bias, self.g_min)
+        beta = torch.sigmoid(f32(self.b_proj(x)))
+        o, S = self.core()(l2_norm(q), l2_norm(k), v, g, beta, state and state["S"])
+        if state is not None:
+            state["S"] = S
+        gate = self.g_proj(x) if hasattr(self, "g_proj") else self.g_b_proj(self.g_a_proj(x))
+        o = rms_norm(f32(o), self.o_norm.weight, self.o_norm.eps) * torch.sigmoid(f32(self.heads(gate)))     # Eq. 6
+        return self.o_proj(o.flatten(2).to(x.dtype))
+
+    def heads(self, y):
+        return y.unflatten(-1, (self.H, self.d))
+
+    def conv(self, name, x, state):
+        y, tail = short_conv(getattr(self, f"{name}_proj")(x), getattr(self, f"{name}_conv1d").weight,
+                             state and state[f"conv_{name}"])
+        if state is not None:
+            state[f"conv_{name}"] = tail
+        return y
+
+    def core(self):
+        if self.kernel == "plain":
+            return kda_recurrent
+        import kernels
+        return kernels.kda_chunk
+
+    def init_state(self, B, dtype, device):
+        """Constant in size: S and, for each of q, k, v, the convolution's last inputs."""
+        tail = torch.zeros(B, self.q_conv1d.weight.shape[-1] - 1, self.H * self.d, dtype=dtype, device=device)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        S = torch.zeros(B, self.H, self.d, self.d, dtype=wide, device=device)
+        return {"S": S, "conv_q": tail, "conv_k": tail, "conv_v": tail}
+
+# ---- §2.1.2 Gated MLA ------------------------------------------------------------------------------------------------
+
+
+def causal_softmax(scores):
+    """Softmax of fp32 scores [..., T, S] over the keys each query may see: query t is position S - T + t."""
+    T, S = scores.shape[-2:]
+    past = torch.ones(T, S, dtype=torch.bool, device=scores.device).tril(S - T)
+    return scores.masked_fill(~past, -math.inf).softmax(-1)
+
+
+def mla_full(q, latent, W, v_dim):
+    """Attention with keys and values of every head written out: the definition.  [§2.1.2]
+
+    q       [B, T, H, nope + rope]   queries, the last T of S positions
+    latent  [B, S, C + rope]         normed KV latent, then the "rope" key that all heads share; nothing is rotated
+    W       [H (nope + v_dim), C]    kv_b_proj: each head's key rows, then its value rows
+    Returns o [B, T, H, v_dim] in fp32, as the report keeps the attention output in training.
+    """
+    H, C = q.shape[2], W.shape[1]
+    c, k_rope = latent.split([C, latent.shape[-1] - C], -1)
+    k_nope, v = F.linear(c, W.to(c.dtype)).unflatten(-1, (H, -1)).split([W.shape[0] // H - v_dim, v_dim], -1)
+    k = torch.cat([k_nope, k_rope.unsqueeze(2).expand(-1, -1, H, -1)], -1)
+    scores = torch.einsum("bthd,bshd->bhts", f32(q), f32(k)) * q.shape[-1] ** -0.5
+    return torch.einsum("bhts,bshv->bthv", causal_softmax(scores), f32(v))
+
+
+def mla_absorbed(q, latent, W, v_dim):
+    """mla_full without writing out a key or value: W moves onto the query and the output.  [§2.1.2]
+
+    Per head, q . (W_k c) = (W_k^T q) . c and sum p (W_v c) = W_v sum p c, so attention runs over the 576-wide latents
+    that the cache holds. Costs C instead of nope channels a score: for decoding, where reading the cache is the price.
+    """
+    H, C = q.shape[2], W.shape[1]
+    W_k, W_v = f32(W).unflatten(0, (H, -1)).split([W.shape[0] // H - v_dim, v_dim], 1)
+    q_nope, q_rope = f32(q).split([W_k.shape[1], q.shape[-1] - W_k.shape[1]], -1)
+    q_latent = torch.cat([torch.einsum("bthd,hdc->bthc", q_nope, W_k), q_rope], -1)
+    p = causal_softmax(torch.einsum("bthc,bsc->bhts", q_latent, f32(latent)) * q.shape[-1] ** -0.5)
+    return torch.einsum("bhts,bsc,hvc->bthv", p, f32(latent[..., :C]), W_v)
+
+
+def mla_fused(q, latent, W, v_dim, keep_fp32):
+    """mla_full through PyTorch's fused attention, which never holds the [T, S] scores.
+
+    keep_fp32: inputs go up first, so that the output is fp32 in training as the report asks.
+    """
+    H, C = q.shape[2], W.shape[1]
+    c, k_rope = latent.split([C, latent.shape[-1] - C], -1)
+    k_nope, v = F.linear(c, W.to(c.dtype)).unflatten(-1, (H, -1)).split([W.shape[0] // H - v_dim, v_dim], -1)
+    k = torch.cat([k_nope, k_rope.unsqueeze(2).expand(-1, -1, H, -1)], -1)
+    q, k, v = ((f32(x) if keep_fp32 else x).transpose(1, 2) for x in (q, k, v))
+    T, S = q.shape[2], k.shape[2]
+    mask = None if T == S else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=T == S).transpose(1, 2)
+
+
+class MLA(Module):
+    """Multi-head latent attention with a full-rank output gate and no positions.  [§2.1.2, Eq. 7]
+
+    x [B, T, D], after the layer's norm, to [B, T, D]. The cache holds C + rope = 576 values a position.
+    """
+    kernel = "plain"
+
+    def __init__(self, config):
+        super().__init__()
+        D, H, C = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+        self.H, self.C, self.v_dim, self.rope = H, C, config.v_head_dim, config.qk_rope_head_dim
+        qk_dim, eps = config.qk_nope_head_dim + self.rope, 1e-6     # these two norms' eps, unlike all the others'
+        if config.q_lora_rank is None:
+            self.q_proj = Linear(D, H * qk_dim)
+        else:
+            self.q_a_proj, self.q_b_proj = Linear(D, config.q_lora_rank), Linear(config.q_lora_rank, H * qk_dim)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps)
+        self.kv_a_proj_with_mqa = Linear(D, C + self.rope)
+        self.kv_a_layernorm = RMSNorm(C, eps)
+        self.kv_b_proj = Linear(C, H * (config.qk_nope_head_dim + self.v_dim))
+        self.g_proj, self.o_proj = Linear(D, H * self.v_dim), Linear(H * self.v_dim, D)
+
+    def forward(self, x, state=None):
+        q = self.q_proj(x) if hasattr(self, "q_proj") else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q, latent, W = q.unflatten(-1, (self.H, -1)), self.latent(x), self.kv_b_proj.weight
+        if state is not None:
+            latent = state["latent"] = torch.cat([state["latent"], latent], 1)
+        if state is not None and x.shape[1] == 1:
+            o = mla_absorbed(q, latent, W, self.v_dim)
+        elif self.kernel == "fast":
+            o = mla_fused(q, latent, W, self.v_dim, torch.is_grad_enabled())
+        else:
+            o = mla_full(q, latent, W, self.v_dim)
+        o = f32(o.flatten(2)) * torch.sigmoid(f32(self.g_proj(x)))              # Eq. 7
+        return self.o_proj(o.to(x.dtype))
+
+    def latent(self, x):
+        c, k_rope = self.kv_a_proj_with_mqa(x).split([self.C, self.rope], -1)
+        return torch.cat([self.kv_a_layernorm(c), k_rope], -1)
+
+    def init_state(self, B, dtype, device):
+        return {"latent": torch.zeros(B, 0, self.C + self.rope, dtype=dtype, device=device)}
+
+# ---- §2.2 Attention Residuals ----------------------------------------------------------------------------------------
+
+
+def attn_res(sources, query, norm_weight, eps):
+    """Softmax attention over depth: each position mixes what earlier layers produced there.  [§2.2, Eqs. 8-9]
+
+    sources      [..., n, D]  full form: the embedding and every earlier layer's output;
+                              block form (Eq. 10): the stored blocks, then the running sum
+    query        [D]          the layer's pseudo-query w; zeros give the mean
+    norm_weight  [D]          of the RMSNorm that keeps large sources from winning by size
+    Returns [..., D] in the sources' dtype: the values are the raw sources.
+    """
+    up = f32(sources)
+    p = attn_res_scores(up, query, norm_weight, eps).softmax(-1)
+    return (p.unsqueeze(-2) @ up).squeeze(-2).to(sources.dtype)
+
+
+def attn_res_scores(sources, query, norm_weight, eps):
+    """w . RMSNorm(source), one score a source [..., n]; query may be [n_mixes, D] to score for several mixes."""
+    rms = torch.rsqrt(sources.square().mean(-1, keepdim=True) + eps)
+    return (sources * rms) @ (f32(query) * f32(norm_weight)).transpose(0, -1)   # Eq. 8, in the exponent
+
+
+def attn_res_blocks(blocks, queries, norm_weights, eps):
+    """Phase one: the stored blocks' part of many mixes at once, each block read once.  [§2.2]
+
+    blocks [..., n, D]; queries, norm_weights [mixes, D], those of a block's 24 mixes, which all see the same blocks.
+    Returns (top, weight, value): each mix's largest score [..., mixes], the sum of exp(score - top), and the
+    sources' sum under these weights [..., mixes, D].
+    """
+    up = f32(blocks)
+    scores = attn_res_scores(up, queries, norm_weights, eps).transpose(-1, -2)   # [..., mixes, n]
+    top = scores.amax(-1)
+    e = torch.exp(scores - top.unsqueeze(-1))
+    return top, e.sum(-1), e @ up
+
+
+def attn_res_merge(part, i, running, query, norm_weight, eps):
+    """Phase two: mix i of `part` completed by the running sum [..., D], by online softmax; equals attn_res.  [§2.2]"""
+    top, weight, value, up = part[0][..., i], part[1][..., i], part[2][..., i, :], f32(running)
+    score = attn_res_scores(up.unsqueeze(-2), query, norm_weight, eps).squeeze(-1)
+    new = torch.maximum(top, score)
+    old, own = torch.exp(top - new), torch.exp(score - new)
+    mixed = old.unsqueeze(-1) * value + own.unsqueeze(-1) * up
+    return (mixed / (old * weight + own).unsqueeze(-1)).to(running.dtype)
+
+# ---- §2.3 Stable LatentMoE: router, experts --------------------------------------------------------------------------
+
+
+def route(scores, bias, k):
+    """Top-k routing whose bias chooses but does not weigh.  [§2.3.3, Eq. 13]
+
+    scores  [m, n]  sigmoid router scores in (0, 1), fp32
+    bias    [n]     balancing bias b
+    Returns experts [m, k] int64, weights [m, k] (the chosen raw scores over their sum) and cutoff [m]: the (k+1)-th
+    largest biased score, which an expert must exceed to be chosen. Raises ValueError unless k < n.
+    """
+    if k >= scores.shape[-1]:
+        raise ValueError(f"top-{k} of {scores.shape[-1]} experts leaves no cutoff: k must be smaller")
+    top = (scores + bias).topk(k + 1)
+    experts = top.indices[:, :k]
+    return experts, mixture_weights(scores, experts), top.values[:, k]
+
+
+def mixture_weights(scores, experts):
+    """p of Eq. 13: the chosen experts' raw scores over their sum; all zero when every score underflowed."""
+    chosen = scores.gather(-1, experts)
+    return chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+
+
+class Gate(Module):
+    """The router's scores: sigmoid(W x) in fp32. Its bias is a buffer: balanced, never trained by gradient."""
+    fp32 = ("weight", "e_score_correction_bias")
+
+    def __init__(self, config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.register_buffer("e_score_correction_bias", torch.zeros(config.num_experts))
+
+    def forward(self, x):
+        x = f32(x)
+        return torch.sigmoid(F.linear(x, self.weight.to(x.dtype)))
+
+
+def experts_loop(x, experts, weights, w1, w3, w2, act=situ_glu):
+    """The routed experts' weighted sum, one expert after another: the definition.  [§2.3.1]
+
+    x [m, L] latents; experts, weights [m, k]; w1 (gate), w3 (up) [n, I, L]; w2 (down) [n, L, I]
+    Returns [m, L] in x's dtype, summed in fp32. Only experts that some token chose are touched.
+    """
+    y = torch.zeros_like(f32(x))
+    for e in experts.unique().tolist():
+        token, slot = torch.where(experts == e)
+        h = act(F.linear(x[token], w1[e].to(x.dtype)), F.linear(x[token], w3[e].to(x.dtype)))
+        y = y.index_add(0, token, f32(F.linear(h, w2[e].to(x.dtype))) * weights[token, slot, None].to(y.dtype))
+    return y.to(x.dtype)
+
+
+class Experts(nn.Module):
+    """All routed experts of a layer, stacked: w1 (gate), w3 (up) [n, I, L], w2 (down) [n, L, I]."""
+    kernel = "plain"
+
+    def __init__(self, config):
+        super().__init__()
+        n, I, L = config.num_experts, config.moe_intermediate_size, config.routed_expert_hidden_size or config.hidden_size
+        self.w1, self.w3 = nn.Parameter(torch.empty(n, I, L)), nn.Parameter(torch.empty(n, I, L))
+        self.w2, self.act = nn.Parameter(torch.empty(n, L, I)), activation(config)
+
+    def forward(self, x, experts, weights):
+        if self.kernel == "plain":
+            return experts_loop(x, experts, weights, self.w1, self.w3, self.w2, self.act)
+        import kernels
+        return kernels.experts_grouped(x, experts, weights, self.w1, self.w3, self.w2, self.act)
+
+
+class LatentMoE(Module):
+    """Shared experts at full width plus routed ones in a latent space: x [B, T, D] to [B, T, D].  [§2.3.1, Eq. 11]
+
+    The norm between the routed sum and the up-projection is what makes it "stable". While training under a Balancer,
+    `load` counts tokens per expert and `balance` collects what the next bias needs; nothing else ever feeds them.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        D, L = config.hidden_size, config.routed_expert_hidden_size
+        self.k, self.scale = config.num_experts_per_token, config.routed_scaling_factor
+        self.gate, self.experts, self.load, self.balance = Gate(config), Experts(config), None, None
+        if L is not None:
+            self.routed_expert_down_proj, self.routed_expert_up_proj = Linear(D, L), Linear(L, D)
+            if config.latent_moe_use_norm:
+                self.routed_expert_norm = RMSNorm(L, config.rms_norm_eps)
+        if config.num_shared_experts:
+            self.shared_experts = MLP(config, config.num_shared_experts * config.moe_intermediate_size)
+
+    def forward(self, x, valid=None, note=None, forced=None):
+        """valid [B, T] bool: tokens that count for balancing. note: a dict for topk_idx, topk_weight and gap, by
+        which the last chosen expert beat the next.
+        forced [B, T, k]: expert ids to use instead of the router's own choice; their weights stay the router's."""
+        flat = x.flatten(0, 1)
+        scores = self.gate(flat)
+        experts, weights, cutoff = route(scores, self.gate.e_score_correction_bias, self.k)
+        if forced is not None:
+            experts = forced.flatten(0, 1).to(x.device)
+            weights = mixture_weights(scores, experts)
+        if self.training and torch.is_grad_enabled() and self.load is not None:
+            self.count(scores.detach(), experts, cutoff.detach(), valid)
+        if note is not None:
+            idx, order = experts.sort(-1)
+            last = (scores + self.gate.e_score_correction_bias).gather(-1, experts).amin(-1)
+            note.update({name: t.unflatten(0, x.shape[:2]) for name, t in (
+                ("topk_idx", idx), ("topk_weight", weights.gather(-1, order)), ("gap", last - cutoff))})
+        latent = self.routed_expert_down_proj(flat) if hasattr(self, "routed_expert_down_proj") else flat
+        u = self.experts(latent, experts, weights * self.scale)
+        if hasattr(self, "routed_expert_norm"):
+            u = self.routed_expert_norm(u)
+        if hasattr(self, "routed_expert_up_proj"):
+            u = self.routed_expert_up_proj(u)
+        y = u.view_as(x)
+        return y + self.shared_experts(x) if hasattr(self, "shared_experts") else y       # Eq. 11
+
+    def count(self, scores, experts, cutoff, valid):
+        valid = torch.ones_like(cutoff) if valid is None else valid.flatten().to(cutoff.dtype)
+        self.load.scatter_add_(0, experts.flatten(), valid.to(self.load.dtype).unsqueeze(-1).expand_as(experts).flatten())
+        if self.balance is not None:
+            self.balance.add(scores, cutoff, valid)
+
+# ---- §2.3.3 Quantile Balancing ---------------------------------------------------------------------------------------
+
+
+def quantile_bias(scores, cutoff, k, valid=None):
+    """The bias that gives every expert its target load, cutoffs held fixed: exact.  [§2.3.3, Eq. 14]
+
+    scores [m, n], cutoff [m] as route uses and returns them, over the whole batch; valid [m]: 0 leaves a token out
+    Returns b [n], mean-centred. With target = m k / n, -b_j before centring is the (floor(target) + 1)-th largest
+    margin s_ij - cutoff_i: exactly the target number of tokens exceeds it. No token at all gives zeros.
+    """
+    m, n = scores.shape
+    if m == 0:
+        return scores.new_zeros(n)
+    valid = torch.ones_like(cutoff) if valid is None else valid
+    margin = torch.where(valid.unsqueeze(-1) > 0, scores - cutoff.unsqueeze(-1), -math.inf)
+    rank = (valid.sum() * k / n).floor().long()
+    b = -margin.sort(0, descending=True).values.gather(0, rank.expand(1, n))[0]
+    return torch.where(valid.sum() > 0, b - b.mean(), torch.zeros_like(b))
+
+
+class QuantileHistogram:
+    """Eq. 14 from counts, which add up over micro-batches and ranks.  [App. D]
+
+    The required bias r = cutoff - score of every (token, expert) falls in one of `bins` bins over
+    [min b - 1, max b + 1], b being the bias in use: scores lie in (0, 1), so no r can lie outside. finish() returns
+    the target-th smallest r, interpolated inside its bin and mean-centred. (Eq. 14 proper is one order statistic
+    further: the (target+1)-th largest margin is the (target+1)-th smallest r.)
+    ema > 0 averages the estimated quantiles over steps, newest with weight 1 - ema.
+    """
+
+    def __init__(self, num_experts, k, bins=1000, ema=0.0):
+        self.n, self.k, self.bins, self.ema, self.average = num_experts, k, bins, ema, None
+
+    def start(self, bias):
+        """Before a step: empty bins around the bias [n] that the step will route with."""
+        self.bias, self.low, self.span = bias.clone(), bias.min() - 1, bias.max() - bias.min() + 2
+        self.counts = torch.zeros(self.n, self.bins, dtype=torch.int32, device=bias.device)
+        self.pooled = False
+
+    def add(self, scores, cutoff, valid=None):
+        """Count scores [m, n] against cutoff [m]; valid [m]: 0 leaves a token out. Once per micro-batch, no waiting."""
+        r = cutoff.unsqueeze(-1) - scores
+        at = ((r - self.low) / self.span * self.bins).long().clamp(0, self.bins - 1)        # the upper edge is the last bin's
+        at += torch.arange(self.n, device=at.device) * self.bins
+        one = torch.ones_like(cutoff) if valid is None else valid
+        one = one.to(self.counts.dtype).unsqueeze(-1).expand_as(at)
+        self.counts.view(-1).scatter_add_(0, at.flatten(), one.flatten())
+
+    def finish(self):
+        """After the step: pool the counts over ranks (unless Balancer did) and return the next bias [n]."""
+        if not self.pooled:
+            pool([self.counts])
+        below = self.counts.cumsum(-1)
+        m = below[:, -1:]
+        target = m.to(self.bias.dtype) * self.k / self.n
+        at = torch.searchsorted(below, target.ceil().to(below.dtype)).clamp(max=self.bins - 1)
+        inside = self.counts.gather(-1, at)
+        part = ((target - (below.gather(-1, at) - inside)) / inside.clamp(min=1)).clamp(0, 1)
+        b = (self.low + (at + part) / self.bins * self.span)[:, 0]
+        if self.ema:
+            self.average = b.clone() if self.average is None else self.average.lerp_(b, 1 - self.ema)
+            b = self.average
+        return torch.where(m[:, 0].amin() > 0, b - b.mean(), self.bias)
+
+
+class ExactQuantile:
+    """quantile_bias with QuantileHistogram's calls: keeps every score of the step, gathers them over ranks."""
+
+    def __init__(self, num_experts, k):
+        self.k = k
+
+    def start(self, bias):
+        self.bias, self.parts = bias.clone(), []
+
+    def add(self, scores, cutoff, valid=None):
+        valid = torch.ones_like(cutoff) if valid is None else valid
+        self.parts.append(torch.cat([scores, cutoff.unsqueeze(-1), valid.unsqueeze(-1)], -1))
+
+    def finish(self):
+        if not self.parts:
+            return self.bias
+        mine = torch.cat(self.parts)
+        if ranks() > 1:
+            all_ = [torch.empty_like(mine) for _ in range(ranks())]      # every rank's batch has the same size
+            dist.all_gather(all_, mine)
+            mine = torch.cat(all_)
+        scores, cutoff, valid = mine[:, :-2], mine[:, -2], mine[:, -1]
+        return torch.where(valid.sum() > 0, quantile_bias(scores, cutoff, self.k, valid), self.bias)
+
+
+def sign_bias(bias, load, gamma):
+    """The fixed-step rule that Quantile Balancing replaces: b + gamma sign(mean load - load).  [§2.3.3]"""
+    return bias + gamma * torch.sign(load.mean() - load)
+
+
+def balanced_assignment(scores, k, steps):
+    """The balanced assignment of greatest total score, by alternating exact minimisation of its dual.  [App. C, Alg. 1]
+
+    scores [m, n]. Each step sets alpha to the (k+1)-th largest of s - beta per token, then beta to the
+    (m k / n + 1)-th largest of s - alpha per expert. Returns experts [m, k], the top-k of s - beta, and beta [n].
+    """
+    m, n = scores.shape
+    beta, rank = scores.new_zeros(n), min(m * k // n, m - 1)
+    for _ in range(steps):
+        alpha = (scores - beta).topk(k + 1).values[:, k]
+        beta = (scores - alpha.unsqueeze(-1)).sort(0, descending=True).values[rank]
+    return (scores - beta).topk(k).indices, beta
+
+
+def ranks():
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def pool(tensors):
+    """Sum the tensors over ranks in place, with one all-reduce for all of them."""
+    if ranks() > 1:
+        flat = torch.cat([t.flatten() for t in tensors])
+        dist.all_reduce(flat)
+        for t, part in zip(tensors, flat.split([t.numel() for t in tensors])):
+            t.copy_(part.view_as(t))
+
+
+class Balancer:
+    """Runs one balancing rule over all MoE layers of a model while it trains.  [§2.3.3]
+
+    start() before a step's forward passes, finish() after them: the new biases serve the next step, so no batch is
+    routed by a bias made from itself. Evaluation and padding never count. method: "qb" (histogram), "qb-exact",
+    "sign" (steps of gamma) or "none".
+    """
+
+    def __init__(self, model, method="qb", bins=1000, gamma=1e-3, ema=0.0):
+        if method not in ("qb", "qb-exact", "sign", "none"):
+            raise ValueError(f"balancing method {method!r}: there are qb, qb-exact, sign and none")
+        self.layers, self.method, self.gamma = model.moe_layers(), method, gamma
+        for moe in self.layers:
+            bias = moe.gate.e_score_correction_bias
+            moe.load = torch.zeros(len(bias), dtype=torch.int32, device=bias.device)
+            moe.balance = (QuantileHistogram(len(bias), moe.k, bins, ema) if method == "qb" else
+                           ExactQuantile(len(bias), moe.k) if method == "qb-exact" else None)
+
+    def start(self):
+        for moe in self.layers:
+            moe.load.zero_()
+            if moe.balance is not None:
+                moe.balance.start(moe.gate.e_score_correction_bias)
+
+    @torch.no_grad()
+    def finish(self):
+        counts = [moe.load for moe in self.layers]
+        if self.method == "qb":
+            counts += [moe.balance.counts for moe in self.layers]
+        pool(counts)
+        for moe in self.layers:
+            bias = moe.gate.e_score_correction_bias
+            if self.method == "sign":
+                bias.copy_(sign_bias(bias, moe.load.to(bias.dtype), self.gamma))
+            elif moe.balance is not None:
+                moe.balance.pooled = True
+                bias.copy_(moe.balance.finish())
+
+    def imbalance(self):
+        """Largest load over the mean, one number a MoE layer, as a tensor: 1 is perfect balance."""
+        load = torch.stack([moe.load for moe in self.layers]).float()
+        return load.amax(-1) / load.mean(-1)
+
+# ---- §2.4 Vision: MoonViT-V2 -----------------------------------------------------------------------------------------
+
+VISION_EPS = 1.1920929e-07     # fp32's machine epsilon; the release leaves eps to torch's default
+PATCH = 14                     # pixels, of preprocess_image; the tower itself asks its config
+MAX_GRID = 512                 # patches along a side: the released rotary table ends there
+MAX_PATCHES = 65536            # the released preprocessor's budget for one image
+
+
+def resize_grid(grid, h, w):
+    """Learned positions [H, W, D] at h x w: bilinear between half-pixel centres, no antialias."""
+    if (h, w) == grid.shape[:2]:
+        return grid
+    channels_first = f32(grid).permute(2, 0, 1)[None]
+    return F.interpolate(channels_first, (h, w), mode="bilinear")[0].permute(1, 2, 0)
+
+
+def time_code(t, dim, device=None):
+    """Fixed code of the frame number, [t, dim]: a sine half, then a cosine half."""
+    rate = 10000.0 ** (-torch.arange(dim // 2, device=device) / (dim // 2))
+    angle = torch.arange(t, device=device)[:, None] * rate
+    return torch.cat([angle.sin(), angle.cos()], -1)
+
+
+def rotary_angles(t, h, w, dim, device=None):
+    """Angles of the dim/2 channel pairs at each patch, [t*h*w, dim/2]; every frame has the same.
+
+    Pairs 2i and 2i+1 share the rate 10000^(-4i/dim): the even one turns with x, the odd with y."""
+    rate = 10000.0 ** (-torch.arange(0, dim, 4, device=device) / dim)
+    y, x = (torch.arange(n, device=device) for n in (h, w))
+    xy = torch.stack([x.expand(h, w), y[:, None].expand(h, w)], -1)
+    angle = xy[:, :, None] * rate[:, None]                             # [h, w, dim/4, 2]
+    return angle.reshape(h * w, dim // 2).repeat(t, 1)
+
+
+def rotate(x, angle):
+    """Turn neighbouring channels of x [n, heads, dim] by angle [n, dim/2], in fp32."""
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2).to(x.dtype)
+
+
+def attend_items(q, k, v, lengths):
+    """Full attention inside each item; q, k, v and result [sum of lengths, heads, dim].
+
+    Neighbours of equal length share a call. Memory is at most the sum of squared lengths; a
+    mask over everything would need the square of their sum."""
+    runs = [(len(list(run)), n) for n, run in groupby(lengths)]
+    pieces = zip(*(z.split([count * n for count, n in runs]) for z in (q, k, v)))
+    out = []
+    for run, qkv in zip(runs, pieces):
+        o = F.scaled_dot_product_attention(*(z.unflatten(0, run).transpose(1, 2) for z in qkv))
+        out.append(o.transpose(1, 2).flatten(0, 1))
+    return torch.cat(out)
+
+
+class PatchEmbed(nn.Module):
+    """Patches [N, 3, p, p] to [N, vt_hidden_size], plus where (in a video, also when) each is."""
+
+    def __init__(self, c):
+        super().__init__()
+        shape = (c.init_pos_emb_height, c.init_pos_emb_width, c.vt_hidden_size)
+        self.proj = nn.Conv2d(3, c.vt_hidden_size, c.patch_size, bias=False)
+        self.pos_emb = nn.Module()
+        self.pos_emb.weight = nn.Parameter(torch.empty(shape))
+
+    def position(self, t, h, w):
+        place = resize_grid(self.pos_emb.weight, h, w).flatten(0, 1)
+        if t == 1:                                     # an image has no time code, not even of 0
+            return place
+        return (place + time_code(t, place.shape[-1], place.device)[:, None]).flatten(0, 1)
+
+    def forward(self, pixel_values, grids):
+        kernel = self.proj.weight.flatten(1).to(pixel_values.dtype)
+        x = F.linear(pixel_values.flatten(1), kernel)  # the convolution: patches are already cut
+        position = {grid: self.position(*grid) for grid in set(grids)}
+        return x + torch.cat([position[grid] for grid in grids]).to(x.dtype)
+
+
+class VisionBlock(nn.Module):
+    """Pre-norm block without biases: attention with 2-D rotary positions, then an MLP."""
+
+    def __init__(self, c):
+        super().__init__()
+        dim, inner, wide = c.vt_hidden_size, c.qkv_hidden_size, c.vt_intermediate_size
+        self.heads = c.vt_num_attention_heads
+        self.norm0, self.norm1 = RMSNorm(dim, VISION_EPS), RMSNorm(dim, VISION_EPS)
+        self.wqkv, self.wo = Linear(dim, 3 * inner), Linear(inner, dim)
+        self.mlp = nn.ModuleDict({"fc0": Linear(dim, wide), "fc1": Linear(wide, dim)})
+
+    def forward(self, x, angle, lengths):
+        qkv = self.wqkv(self.norm0(x)).unflatten(-1, (3, self.heads, -1))  # all q, all k, all v
+        q, k, v = qkv.unbind(1)
+        x = x + self.wo(attend_items(rotate(q, angle), rotate(k, angle), v, lengths).flatten(1))
+        return x + self.mlp.fc1(F.gelu(self.mlp.fc0(self.norm1(x)), approximate="tanh"))
+
+
+class MoonViT(nn.Module):
+    """The vision tower.  [§2.4]
+
+    pixel_values  (N, 3, p, p)  patches in [-1, 1], item after item, in each frame by frame, row
+                                by row; computed in their dtype
+    grids         list of (t, h, w) in patches, one an item, as check_grids returns it
+    Returns (N, vt_hidden_size), after the final norm.
+    Differs: the report factorises a video's attention into spatial and temporal; the released
+    code, and this, lets all t*h*w patches of an item attend to each other. For images, t = 1,
+    both are the same.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.patch_embed = PatchEmbed(config)
+        self.encoder = nn.Module()
+        self.encoder.blocks = nn.ModuleList(
+            VisionBlock(config) for _ in range(config.vt_num_hidden_layers))
+        self.encoder.final_layernorm = RMSNorm(config.vt_hidden_size, VISION_EPS)
+
+    def forward(self, pixel_values, grids, record=None):
+        record = {} if record is None else record
+        x = record["patch_embed"] = self.patch_embed(pixel_values, grids)
+        dim = self.config.qkv_hidden_size // self.config.vt_num_attention_heads
+        angle = torch.cat([rotary_angles(*grid, dim, x.device) for grid in grids])
+        for block in self.encoder.blocks:
+            x = block(x, angle, [math.prod(grid) for grid in grids])
+        x = record["encoder"] = self.encoder.final_layernorm(x)
+        return x
+
+
+class Projector(nn.Module):
+    """Merged patches [tokens, 4, vt_hidden_size] to the text model's width [tokens, D].  [§2.4]"""
+
+    def __init__(self, c):
+        super().__init__()
+        wide = c.vt_hidden_size * math.prod(c.merge_kernel_size)
+        self.proj = nn.Sequential(Linear(wide, wide), nn.GELU(), Linear(wide, c.hidden_size))
+        self.post_norm = RMSNorm(c.hidden_size, c.projector_ln_eps)
+
+    def forward(self, x):
+        return self.post_norm(self.proj(x.flatten(-2)))
+
+
+def check_grids(pixel_values, grid_thws, config):
+    """grid_thws [items, 3] as a list of (t, h, w); ValueError unless patches and config agree."""
+    p, (kh, kw), frames = config.patch_size, config.merge_kernel_size, config.init_pos_emb_time
+    grid_thws = torch.as_tensor(grid_thws)
+    if grid_thws.dim() != 2 or grid_thws.shape[1] != 3 or grid_thws.is_floating_point():
+        raise ValueError("grid_thws must be one row of whole numbers (t, h, w) an item, not "
+                         f"{grid_thws.dtype} {list(grid_thws.shape)}")
+    grids = [tuple(row) for row in grid_thws.tolist()]
+    for t, h, w in grids:
+        if not (0 < t <= frames and 0 < h <= MAX_GRID and 0 < w <= MAX_GRID) or h % kh or w % kw:
+            raise ValueError(f"grid (t, h, w) = {t, h, w}: t must be 1 to {frames}, h and w at "
+                             f"most {MAX_GRID} and multiples of {kh} and {kw}")
+    total = sum(map(math.prod, grids))
+    if total == 0 or pixel_values.shape != (total, 3, p, p):
+        raise ValueError(f"grid_thws wants pixel_values [{total}, 3, {p}, {p}], found "
+                         f"{list(pixel_values.shape)}")
+    return grids
+
+
+def merge_patches(x, grid, kernel):
+    """Patches of an item [t*h*w, D] to [tokens, 4, D]: mean over frames, then 2 x 2 neighbours,
+    the groups row by row and the four of a group too."""
+    (t, h, w), (kh, kw) = grid, kernel
+    x = x.unflatten(0, (t, h // kh, kh, w // kw, kw)).mean(0)
+    return x.transpose(1, 2).flatten(0, 1).flatten(1, 2)
+
+
+def expand_placeholders(input_ids, lengths, placeholder):
+    """Repeat each media placeholder in input_ids [B, T] as often as its item has tokens: [B, T'].
+
+    lengths, one an item, in reading order. Raises ValueError if their number is not that of the
+    placeholders, or if rows grow to unequal lengths."""
+    is_media = input_ids == placeholder
+    if (found := int(is_media.sum())) != len(lengths):
+        raise ValueError(f"{found} media placeholders in the text, but {len(lengths)} media items")
+    times = torch.ones_like(input_ids)
+    times[is_media] = torch.tensor(lengths, dtype=times.dtype, device=times.device)
+    if len(rows := set(times.sum(1).tolist())) > 1:
+        raise ValueError(f"rows of {sorted(rows)} tokens once their media are in: they must be equal")
+    return input_ids.flatten().repeat_interleave(times.flatten()).view(len(input_ids), -1)
+
+
+def image_size(w, h):
+    """The size to which a w x h image is scaled down to fit the tower; padding comes after.
+
+    In the release's own floating point: exact arithmetic now and then gives a pixel more, but
+    never another number of patches."""
+    side, patches = MAX_GRID * PATCH, max(1, w // PATCH) * max(1, h // PATCH)
+    scale = min(1, math.sqrt(MAX_PATCHES / patches), side / w, side / h)
+    return min(max(1, int(w * scale)), side), min(max(1, int(h * scale)), side)
+
+
+def image_prompt(w, h):
+    """The prompt text for an image; w x h is its size before scaling."""
+    return f"<|media_begin|>image {w}x{h}<|media_content|><|media_pad|><|media_end|>"
+
+
+def open_image(path):
+    """The file's picture; ValueError naming a file that is none, is cut short or is a bomb."""
+    from matplotlib.image import PIL                   # the library matplotlib reads pictures with
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
+            with PIL.Image.open(path, formats=("PNG", "JPEG", "WEBP", "GIF", "BMP")) as image:
+                image.load()
+                return image
+    except Exception as e:                             # decoders raise half a dozen unrelated types
+        raise ValueError(f"cannot read {path} as an image: {e}") from e
+
+
+def to_rgb(image):
+    """8-bit RGB, transparency laid on white, of a Pillow image or an array: [H, W], [H, W, 3] or
+    [H, W, 4], of uint8, uint16 or floats in [0, 1]; ValueError for others."""
+    from matplotlib.image import PIL
+
+    if getattr(image, "mode", "I")[0] in "IF":         # an array, or grey too deep for convert
+        a = np.asarray(image)
+        top = {"u1": 255, "u2": 65535, "f2": 1, "f4": 1, "f8": 1}.get(a.dtype.str[1:])
+        known = top and a.size and (a.ndim == 2 or a.shape[2:] in ((3,), (4,)))
+        if not known or not (0 <= a.min() and a.max() <= top):
+            raise ValueError("an image array must be [H, W], [H, W, 3] or [H, W, 4] of uint8, "
+                             f"uint16 or floats in [0, 1], not {list(a.shape)} of {a.dtype}")
+        image = PIL.Image.fromarray(np.rint(a * (255 / top)).astype(np.uint8))
+    image = image.convert("RGBA")
+    white = PIL.Image.new("RGBA", image.size, "white")
+    return PIL.Image.alpha_composite(white, image).convert("RGB")
+
+
+def preprocess_image(image):
+    """A path, array or Pillow image as patches [N, 3, 14, 14] in [-1, 1] and their (t, h, w).
+
+    Scaled down (bicubic) if too large, then padded with black on the right and bottom to whole
+    2 x 2 groups of patches, which are cut row by row."""
+    image = to_rgb(open_image(image) if isinstance(image, (str, os.PathLike)) else image)
+    w, h = image_size(*image.size)
+    rows, cols = (2 * math.ceil(side / (2 * PATCH)) for side in (h, w))
+    canvas = np.zeros((rows * PATCH, cols * PATCH, 3), np.uint8)
+    canvas[:h, :w] = image.resize((w, h), 3)           # 3 is Pillow's bicubic
+    x = torch.from_numpy(canvas).view(rows, PATCH, cols, PATCH, 3).permute(0, 2, 4, 1, 3)
+    return (x.flatten(0, 1) / 255 - 0.5) / 0.5, torch.tensor([1, rows, cols])
+
+# ---- Layers and model ------------------------------------------------------------------------------------------------
+
+
+class DecoderLayer(nn.Module):
+    """One backbone layer: attention (MLA or KDA) and feed-forward (LatentMoE or dense), each reading a mix over depth."""
+
+    def __init__(self, config, mla, moe, starts_block):
+        super().__init__()
+        D, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = (MLA if mla else KDA)(config)
+        self.input_layernorm, self.post_attention_layernorm = RMSNorm(D, eps), RMSNorm(D, eps)
+        if moe:
+            self.block_sparse_moe = LatentMoE(config)
+        else:
+            self.mlp = MLP(config, config.intermediate_size)
+        self.attn_res = config.attn_res_block_size is not None
+        self.starts_block = self.attn_res and starts_block
+        if self.attn_res:
+            self.self_attention_res_proj, self.self_attention_res_norm = Linear(D, 1), RMSNorm(D, eps)
+            self.mlp_res_proj, self.mlp_res_norm = Linear(D, 1), RMSNorm(D, eps)
+
+    def forward(self, s, blocks, state=None, valid=None, note=None, forced=None):
+        """s [B, T, D] the running sum, blocks the sums stored so far; returns both after the layer.  [§2.2, Eq. 10]
+
+        A layer that starts a block mixes the finished sum in once more, files it, and lets its attention's output
+        start the next. Layer 0 finds nothing stored: it reads the embedding as it is, and its first mix is unused.
+        """
+        attn_in = self.mix("self_attention", blocks, s)
+        if self.starts_block:
+            blocks, s = [*blocks, s], 0
+        attn_out = self.self_attn(self.input_layernorm(attn_in), state)
+        s = s + attn_out
+        ffn_in = self.mix("mlp", blocks, s)
+        h = self.post_attention_layernorm(ffn_in)
+        ffn_out = self.block_sparse_moe(h, valid, note, forced) if hasattr(self, "block_sparse_moe") else self.mlp(h)
+        s = s + ffn_out
+        if note is not None:
+            note.update(attn_in=attn_in, attn_out=attn_out, ffn_in=ffn_in, ffn_out=ffn_out, prefix_sum=s)
+        return s, blocks
+
+    def mix(self, name, blocks, s):
+        if not (self.attn_res and blocks):
+            return s
+        return mix_depth(blocks, s, getattr(self, f"{name}_res_proj"), getattr(self, f"{name}_res_norm"))
+
+
+def mix_depth(blocks, s, proj, norm):
+    return attn_res(torch.stack([*blocks, s], -2), proj.weight[0], norm.weight, norm.eps)
+
+
+class TextModel(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        D, eps, S = config.hidden_size, config.rms_norm_eps, config.attn_res_block_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, D)
+        self.layers = nn.ModuleList(DecoderLayer(config, config.is_mla(i), config.is_moe(i), i % (S or 1) == 0)
+                                    for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(D, eps)
+        if S is not None:
+            self.output_attn_res_proj, self.output_attn_res_norm = Linear(D, 1), RMSNorm(D, eps)
+        if config.num_nextn_predict_layers:
+            self.mtp = MTP(config)
+
+    def output_mix(self, blocks, s):
+        """One more mix after the last layer."""
+        return mix_depth(blocks, s, self.output_attn_res_proj, self.output_attn_res_norm) if blocks else s
+
+
+class MTP(nn.Module):
+    """Multi-token prediction: one backbone-shaped layer that guesses one token further.  [§2.5]
+
+    It reads the backbone's normed hidden state at t joined with the embedding of token t + 1, and shares the
+    backbone's output mix and head. Trained, not released; these names are ours.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        D, eps = config.hidden_size, config.rms_norm_eps
+        self.hnorm, self.enorm, self.norm = RMSNorm(D, eps), RMSNorm(D, eps), RMSNorm(D, eps)
+        self.eh_proj = Linear(2 * D, D)
+        self.layer = DecoderLayer(config, mla=True, moe=config.num_experts is not None, starts_block=True)
+
+    def forward(self, h, next_embed, output_mix, state=None, valid=None):
+        """h, next_embed [B, T, D] -> the state that the head turns into logits for token t + 2."""
+        x = self.eh_proj(torch.cat([self.hnorm(h), self.enorm(next_embed)], -1))
+        s, blocks = self.layer(x, [], state, valid)
+        return self.norm(output_mix(blocks, s))
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.model, self.lm_head = TextModel(config), Linear(config.hidden_size, config.vocab_size)
+
+
+RECORDED = ("attn_in", "attn_out", "ffn_in", "topk_idx", "topk_weight", "ffn_out", "prefix_sum")     # of each layer
+
+
+class State:
+    """What a model remembers of the tokens it has read: per KDA layer a fixed size, per MLA layer 576 values a token.
+
+    A forward pass replaces the entries and never writes into them, so that copy() is cheap and safe. There is no
+    cropping: a KDA state cannot forget its last tokens; keep a copy from the position to return to.
+    """
+
+    def __init__(self, layers, batch, length=0):
+        self.layers, self.batch, self.length = layers, batch, length
+
+    def copy(self):
+        return State([dict(layer) for layer in self.layers], self.batch, self.length)
+
+
+class K3(nn.Module):
+    """The whole model; state_dict names are the released checkpoint's, routed experts stacked.
+
+    K3(config, seed) draws fresh weights that train; under torch.device("meta") it only has shapes. `kernel` "plain"
+    uses the definitions in this file, "fast" kernels.py. `compute_dtype`: dtype of activations, None for the weights'.
+    """
+
+    def __init__(self, config, seed=0):
+        super().__init__()
+        self.config, self.compute_dtype = config, None
+        self.language_model = LanguageModel(config)
+        if config.vt_num_hidden_layers:
+            self.vision_tower, self.mm_projector = MoonViT(config), Projector(config)
+        if self.language_model.lm_head.weight.device.type != "meta":
+            init_weights(self, torch.Generator().manual_seed(seed))
+
+    def forward(self, input_ids, state=None, pixel_values=None, grid_thws=None, record=None, last=False):
+        """input_ids [B, T] int64 -> logits [B, T, V] in fp32; with media, T is the length after the merge.
+
+        state        from init_state: continue from it and update it, so that prefill in any pieces and decoding are
+                     this same call; None: a sequence of its own
+        pixel_values, grid_thws   as preprocess_image makes them, one grid row a media placeholder in input_ids
+        record       a dict to fill with intermediate tensors (names: golden data, README)
+        last         only the last position's logits, [B, 1, V]: a million rows of them would be 687 GB
+        Raises ValueError for ids outside the vocabulary (seen on the CPU only), another batch size than the state's,
+        or a batch that is padded on the left: there is no mask, so pad on the right and read logits before it.
+        """
+        h = self.hidden(input_ids, state, pixel_values, grid_thws, record)
+        logits = f32(self.head(h[:, -1:] if last else h))
+        if record is not None:
+            record["logits"] = logits
+        return logits
+
+    def hidden(self, input_ids, state=None, pixel_values=None, grid_thws=None, record=None):
+        """forward without the head: the final normed hidden states [B, T, D]."""
+        self.check_input(input_ids, state)
+        text = self.language_model.model
+        s, valid = self.embed(input_ids, pixel_values, grid_thws, record)
+        if record is not None:
+            record["embed"] = s
+        s, blocks = self.run_layers(range(len(text.layers)), s, [], state, valid, record)
+        if state is not None:
+            state.length += s.shape[1]
+        mixed = text.output_mix(blocks, s)
+        h = text.norm(mixed)
+        if record is not None:
+            record.update(final_mixed=mixed, final_normed=h)
+        return h
+
+    def run_layers(self, span, s, blocks, state=None, valid=None, record=None):
+        """The layers of `span` in turn: running sum and stored blocks before them to those after them."""
+        for i in span:
+            note = None if record is None else {}
+            s, blocks = self.layer(i)(s, blocks, state and state.layers[i], valid, note)
+            if record is not None:
+                record.update({f"layers.{i}.{name}": note[name] for name in RECORDED if name in note})
+        return s, blocks
+
+    def layer(self, i):
+        return self.language_model.model.layers[i]
+
+    def embed_tokens(self, ids):
+        return self.language_model.model.embed_tokens(ids)
+
+    def head(self, h):
+        return self.language_model.lm_head(h)
+
+    @property
+    def device(self):
+        return self.language_model.model.embed_tokens.weight.device
+
+    def embed(self, input_ids, pixel_values=None, grid_thws=None, record=None):
+        """Token embeddings [B, T, D], media in place of their placeholders, and which positions are not padding."""
+        placeholder = self.config.media_placeholder_token_id
+        if pixel_values is not None:
+            media = self.encode_media(pixel_values, grid_thws, record)
+            input_ids = expand_placeholders(input_ids, [len(m) for m in media], placeholder)
+        x = self.embed_tokens(input_ids)
+        x = x if self.compute_dtype is None else x.to(self.compute_dtype)
+        if pixel_values is not None:
+            x = x.masked_scatter((input_ids == placeholder).unsqueeze(-1), torch.cat(media).to(x.dtype))
+        return x, input_ids != self.config.pad_token_id
+
+    def encode_media(self, pixel_values, grid_thws, record=None):
+        """Images and videos as features of the text model's width: a list of [tokens, D], one an item.  [§2.4]
+
+        Arguments as MoonViT and check_grids say, which raises ValueError; items do not see each other.
+        """
+        if not self.config.vt_num_hidden_layers:
+            raise ValueError("this model has no vision tower")
+        kernel, dtype = self.config.merge_kernel_size, self.compute_dtype or self.mm_projector.post_norm.weight.dtype
+        grids = check_grids(pixel_values, grid_thws, self.config)
+        items = self.vision_tower(pixel_values.to(dtype), grids, record).split([math.prod(grid) for grid in grids])
+        merged = [merge_patches(item, grid, kernel) for item, grid in zip(items, grids)]
+        media = [self.mm_projector(m) for m in merged]
+        if record is not None:
+            record.update({f"item{j}.merged": m for j, m in enumerate(merged)})
+            record.update({f"item{j}.projected": m for j, m in enumerate(media)})
+        return media
+
+    def loss(self, ids, labels, mtp_weight=0.3):
+        """Mean cross-entropy of labels [B, T] (the tokens after ids; -100 is ignored) in nats, and its parts.
+
+        With an MTP layer its own loss, one token further, is added times mtp_weight. No label at all gives 0, not NaN.
+        """
+        h, text = self.hidden(ids), self.language_model.model
+        loss = cross_entropy(self.head(h), labels)
+        parts = {"main": loss.detach()}
+        if hasattr(text, "mtp"):
+            ahead, valid = self.embed(ids[:, 1:])
+            mtp = cross_entropy(self.head(text.mtp(h[:, :-1], ahead, text.output_mix, valid=valid)), labels[:, 1:])
+            loss, parts["mtp"] = loss + mtp_weight * mtp, mtp.detach()
+        return loss, parts
+
+    def init_state(self, batch):
+        """An empty State for `batch` sequences, on the model's device."""
+        text = self.language_model.model
+        dtype = self.compute_dtype or text.embed_tokens.weight.dtype
+        return State([layer.self_attn.init_state(batch, dtype, self.device) for layer in text.layers], batch)
+
+    def check_input(self, ids, state):
+        if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"input_ids are {ids.dtype} {list(ids.shape)}, expected whole numbers [B, T]")
+        if state is not None and state.batch != ids.shape[0]:
+            raise ValueError(f"the state is for {state.batch} sequences, input_ids hold {ids.shape[0]}")
+        if ids.device.type == "cpu" and ids.numel():         # elsewhere looking would wait for the device
+            low, high, V, pad = int(ids.min()), int(ids.max()), self.config.vocab_size, self.config.pad_token_id
+            if low < 0 or high >= V:
+                raise ValueError(f"token id {low if low < 0 else high} is outside the vocabulary of {V}")
+            if len(ids) > 1 and ((ids[:, 0] == pad) & (ids != pad).any(1)).any():
+                raise ValueError(f"a row starts with padding (id {pad}): pad on the right, there is no mask")
+
+    def moe_layers(self):
+        return [m for m in self.modules() if isinstance(m, LatentMoE)]
+
+    @property
+    def kernel(self):
+        return self._kernel
+
+    @kernel.setter
+    def kernel(self, value):
+        if value not in ("plain", "fast"):
+            raise ValueError(f"kernel {value!r}: there are plain and fast")
+        self._kernel = value
+        bound = self.config.gate_lower_bound
+        unbounded = value == "fast" and (bound is None or bound < -5)
+        if unbounded and self.config.kda_layers:
+            print("note: the chunk path needs log-decay bounded by -5 or more; KDA runs token by token", file=sys.stderr)
+        for m in self.modules():
+            if isinstance(m, (KDA, MLA, Experts)):
+                m.kernel = "plain" if unbounded and isinstance(m, KDA) else value
+
+    _kernel = "plain"
+
+
+def cross_entropy(logits, labels):
+    total = F.cross_entropy(f32(logits).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    return total / (labels != -100).sum().clamp(min=1)
+
+
+@torch.no_grad()
+def init_weights(model, generator):
+    """Fresh weights that train: pseudo-queries 0 (AttnRes starts as the mean), A_log 0, router bias 0, norms 1.
+
+    dt_bias is Kimi Linear's: the inverse softplus of a step drawn log-uniformly from [0.001, 0.1].
+    (The released module draws A_log from log U(1, 16); the report starts it at 0, and so does this.)
+    """
+    for name, p in model.named_parameters():
+        if name.split(".")[-2].rstrip("01").endswith("norm"):
+            p.fill_(1)
+        elif name.endswith(("A_log", "res_proj.weight")):
+            p.zero_()
+        elif name.endswith("dt_bias"):
+            step = torch.exp(torch.empty_like(p).uniform_(math.log(1e-3), math.log(1e-1), generator=generator))
+            p.copy_(step + torch.log(-torch.expm1(-step)))
+        elif "conv1d" in name:
+            p.uniform_(-p.shape[-1] ** -0.5, p.shape[-1] ** -0.5, generator=generator)
+        else:
+            p.normal_(0, model.config.initializer_range, generator=generator)
+
+# ---- Checkpoint: MXFP4, safetensors, folders and byte ranges over http -----------------------------------------------
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be trusted, reached or written; one sentence naming the place."""
+
+
+# MXFP4: 32 inputs share one power of two. Code bits s e e m; a byte holds two codes.
+FP4 = [s * v for s in (1.0, -1.0) for v in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]   # by code
+FP4_PAIRS = torch.tensor([[FP4[b & 15], FP4[b >> 4]] for b in range(256)], dtype=torch.float64)
+FP4_SCALES = torch.tensor([2.0 ** (e - 127) for e in range(255)] + [math.nan],
+                          dtype=torch.float64)
+
+
+def mxfp4_decode(packed, scale, dtype=torch.float32):
+    """Exact values of MXFP4 codes, rounded once to dtype.
+
+    packed (..., n/2)  uint8; byte j holds input 2j in its low nibble, 2j+1 in its high one
+    scale  (..., n/32) uint8; e means 2^(e - 127), 255 means NaN whatever the codes
+    Returns (..., n). bf16 loses nothing; fp32 and bf16 overflow only for 4 and 6 under 253, 254.
+    """
+    if packed.dtype != torch.uint8 or scale.dtype != torch.uint8:
+        raise ValueError(f"MXFP4 wants uint8 codes and scales, got {packed.dtype}, {scale.dtype}")
+    if packed.shape[:-1] != scale.shape[:-1] or packed.shape[-1] != 16 * scale.shape[-1]:
+        raise ValueError(f"MXFP4 codes {list(packed.shape)} do not fit scales {list(scale.shape)}:"
+                         f" each scale serves 32 inputs, that is 16 bytes")
+    # A power of two times a 2-bit number is exact in bf16 as well, subnormals included.
+    work = dtype if dtype in (torch.float64, torch.bfloat16) else torch.float32
+    pairs = FP4_PAIRS.to(packed.device, work)
+    scales = FP4_SCALES.to(packed.device, work)[scale.int()]                 # (..., n/32)
+    values = pairs.index_select(0, packed.reshape(-1).int()).view(*scale.shape, 32)
+    return values.mul_(scales.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def mxfp4_encode(weight):
+    """Nearest MXFP4 codes, ties to the even code.
+
+    weight (..., n) finite floats, n a multiple of 32
+    Returns packed (..., n/2) and scale (..., n/32), uint8. Scale rule: the smallest power of two,
+    2^-127 at least, under which no value of the block exceeds 6, the largest code; so nothing is
+    clipped (7.9 becomes 8.0 = 4 * 2), decoded values encode to themselves, zeros get byte 0.
+    """
+    if weight.shape[-1] % 32:
+        raise ValueError(f"MXFP4 wants a width that is a multiple of 32, got {weight.shape[-1]}")
+    work = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    blocks = weight.detach().to(work).unflatten(-1, (-1, 32))                # (..., n/32, 32)
+    mantissa, exponent = torch.frexp(blocks.abs().amax(-1))     # max = m * 2^x with m in [0.5, 1)
+    exponent = torch.where(mantissa > 0.75, exponent - 2, exponent - 3) + 127   # 6 = 0.75 * 2^3
+    if not mantissa.isfinite().all() or (exponent > 254).any():
+        raise ValueError("MXFP4 cannot hold NaN, infinity or values beyond 6 * 2^127")
+    scale = exponent.clamp_(min=0).to(torch.uint8)
+    # A tie between codes c and c+1 must go to the even one: the edge above an odd c is inclusive.
+    edges = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=work, device=weight.device)
+    edges[1::2] = torch.nextafter(edges[1::2], edges.new_zeros(()))
+    scaled = blocks / FP4_SCALES.to(weight.device, work)[scale.int()].unsqueeze(-1)
+    codes = torch.bucketize(scaled.abs(), edges, out_int32=True).to(torch.uint8)
+    codes |= scaled.signbit().to(torch.uint8) << 3
+    codes = codes.flatten(-2)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, scale
+
+
+# safetensors: 8 bytes of header length, a JSON header, then the tensors end to end.
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+          "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+          "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
+          "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_JSON = 100_000_000      # bytes; the format's bound on a header, and enough for any index
+INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
+SHARD = "model-{:05d}-of-{:06d}.safetensors"        # five digits, then six, as released
+
+
+class TensorInfo(NamedTuple):
+    dtype: str      # as the file spells it, a key of DTYPES
+    shape: tuple
+    shard: str
+    span: tuple     # first byte in the shard file, and one past the last
+
+
+def show(value):
+    """repr, cut to a length that a sentence can hold."""
+    text = repr(value)
+    return text if len(text) <= 160 else text[:150] + "..." + text[-1]
+
+
+def parse_json(raw, where):
+    def unique(pairs):
+        if len(found := dict(pairs)) != len(pairs):
+            raise ValueError("a key appears twice among " + show([key for key, _ in pairs]))
+        return found
+    try:
+        data = json.loads(bytes(raw).decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: not valid JSON ({error})") from None
+    if type(data) is not dict:
+        raise CheckpointError(f"{where}: wanted a JSON object, found {type(data).__name__}")
+    return data
+
+
+def parse_header(raw, size, shard):
+    """Tensors of one safetensors file, name -> TensorInfo, from its JSON header and its length.
+
+    The tensors must tile the rest of the file, so that an overlap, a gap, a shifted header or a
+    cut file is refused. Nothing is allocated by what the header says.
+    """
+    entries = parse_json(raw, f"{shard}: header")
+    notes = entries.pop("__metadata__", {})
+    if type(notes) is not dict or any(type(v) is not str for v in notes.values()):
+        raise CheckpointError(f"{shard}: __metadata__ must map strings to strings")
+    infos, shapes, at = {}, {}, 8 + len(raw)
+    for name, entry in entries.items():
+        try:
+            dtype, shape, span = tensor_info(entry, at, size)
+        except ValueError as error:
+            raise CheckpointError(f"{shard}: tensor {show(name)}: {error}") from None
+        infos[name] = TensorInfo(sys.intern(dtype), shapes.setdefault(shape, shape), shard, span)
+    for name, info in sorted(infos.items(), key=lambda item: item[1].span):
+        if info.span[0] != at:
+            raise CheckpointError(f"{shard}: tensor {show(name)} starts at byte {info.span[0]}, "
+                                  f"but the one before it ends at {at}")
+        at = info.span[1]
+    if at != size:
+        raise CheckpointError(f"{shard}: the tensors end at byte {at}, the file at {size}")
+    return infos
+
+
+def tensor_info(entry, base, size):
+    """(dtype, shape, span) of a header's entry; base is where the tensors begin."""
+    def counts(x, most):
+        return type(x) is list and len(x) <= most and all(type(n) is int and n >= 0 for n in x)
+    if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError("wanted exactly dtype, shape and data_offsets")
+    dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if type(dtype) is not str or dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {show(dtype)}")
+    if not counts(shape, 32) or math.prod(n or 1 for n in shape) >= 2 ** 60:    # torch's strides
+        raise ValueError(f"impossible shape {show(shape)}")
+    if not counts(span, 2) or len(span) != 2 or span[0] > span[1] or base + span[1] > size:
+        raise ValueError(f"data_offsets {show(span)} are not within {size - base} bytes of data")
+    if math.prod(shape) * DTYPES[dtype].itemsize != span[1] - span[0]:
+        raise ValueError(f"{dtype} of shape {shape} does not fill {span[1] - span[0]} bytes")
+    return dtype, tuple(shape), (base + span[0], base + span[1])
+
+
+def header_span(file, size, head):
+    """Where the header of a file of `size` bytes lies, by its first 8 bytes; refused if it cannot fit."""
+    length = int.from_bytes(head, "little")
+    if not 2 <= length <= min(size - 8, MAX_JSON):
+        raise CheckpointError(f"{file}: {size} bytes cannot hold a header of {length}")
+    return file, 8, 8 + length
+
+
+def read_safetensors(path):
+    """One file's tensors, name -> view of the mapped file."""
+    folder, file = os.path.split(path)
+    files = Folder(folder or ".")
+    head = files.heads([file])[file]
+    if head is None:
+        raise CheckpointError(f"{path}: no such file")
+    infos = parse_header(files.read([header_span(file, *head)])[0], head[0], file)
+    buffers = files.read([(file, *info.span) for info in infos.values()])
+    return {name: as_tensor(buffer, name, info) for (name, info), buffer in zip(infos.items(), buffers)}
+
+
+def as_tensor(buffer, name, info):
+    """View of the bytes of one tensor; a copy only where its offset is not aligned."""
+    dtype = DTYPES[info.dtype]
+    if len(buffer) != info.span[1] - info.span[0]:
+        raise CheckpointError(f"{info.shard}: tensor {show(name)}: the file has become shorter")
+    if not len(buffer):                          # torch refuses an empty buffer
+        return torch.empty(info.shape, dtype=dtype)
+    flat = torch.frombuffer(buffer, dtype=torch.uint8)
+    flat = flat.clone() if flat.data_ptr() % dtype.itemsize else flat
+    if dtype == torch.bool and flat.max() > 1:
+        raise CheckpointError(f"{info.shard}: tensor {show(name)}: a BOOL byte is neither 0 nor 1")
+    return flat.view(dtype).view(info.shape)
+
+
+class Folder:
+    """Files of a local folder; ranges are views of the mapped file, read when touched."""
+
+    def __init__(self, path):
+        if not os.path.isdir(path):
+            hint = f", but an interrupted save left the whole old one in {path}.old"
+            raise CheckpointError(f"{path}: no such folder{hint * os.path.isdir(path + '.old')}")
+        self.path = path
+
+    def whole(self, name):
+        """All bytes of a small file, None if it is absent; an index may be gzipped."""
+        path, opener = os.path.join(self.path, name), open
+        if name == INDEX and not os.path.exists(path):
+            path, opener = path + ".gz", gzip.open
+        if not os.path.isfile(path):
+            return None
+        try:
+            with opener(path, "rb") as file:
+                raw = file.read(MAX_JSON + 1)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise CheckpointError(f"{path}: damaged gzip ({error})") from None
+        if len(raw) > MAX_JSON:
+            raise CheckpointError(f"{path}: over {MAX_JSON:,} bytes")
+        return raw
+
+    def heads(self, files):
+        """file -> (length, first 8 bytes), or None for an absent one."""
+        found = dict.fromkeys(files)
+        for file in files:
+            path = os.path.join(self.path, file)
+            if os.path.isfile(path):
+                with open(path, "rb") as f:
+                    found[file] = os.path.getsize(path), f.read(8)
+        return found
+
+    def read(self, spans):
+        """A buffer for each (file, start, end). The map goes when the last view of it goes."""
+        # Private, so that writing to a view never reaches the file. MAP_NORESERVE (a number, since
+        # Python 3.11 lacks the name): Linux would not promise memory for a shard larger than RAM.
+        flags, maps = mmap.MAP_PRIVATE | (0x4000 if sys.platform == "linux" else 0), {}
+        for file in {span[0] for span in spans}:
+            with open(os.path.join(self.path, file), "rb") as f:
+                maps[file] = mmap.mmap(f.fileno(), 0, flags=flags)
+        for file, start, end in join(spans, math.inf):      # a page fault alone would bring 128 KB
+            page = start - start % mmap.PAGESIZE
+            if start < end <= len(maps[file]):
+                maps[file].madvise(mmap.MADV_WILLNEED, page, end - page)
+        return [memoryview(maps[file])[start:end] for file, start, end in spans]
+
+
+def join(spans, most):
+    """Sorted (file, start, end), touching ones merged into ranges of at most `most` bytes."""
+    joined = []
+    for file, start, end in sorted(spans):
+        if joined and joined[-1][::2] == (file, start) and end - joined[-1][1] <= most:
+            start = joined.pop()[1]
+        joined.append((file, start, end))
+    return joined
+
+
+class Redirect(urllib.request.HTTPRedirectHandler):
+    """The token, which urllib never takes along, follows redirects within the first host."""
+
+    def redirect_request(self, request, answer, code, message, headers, url):
+        here, there = (urllib.parse.urlsplit(u)[:2] for u in (request.full_url, url))
+        new = super().redirect_request(request, answer, code, message, headers, url)
+        if here == there and (token := request.unredirected_hdrs.get("Authorization")):
+            new.add_unredirected_header("Authorization", token)
+        return new
+
+
+class Web:
+    """Files below a base URL, read by byte ranges, a few in flight, optionally kept on disk.
+
+    Kept pieces are filed under URL, length and ETag, so a file that changed is fetched anew.
+    """
+    PIECE = 32 << 20                                    # bytes: what a cut connection may cost
+    TRIES, PAUSE, TIMEOUT, IN_FLIGHT = 5, 0.5, 60, 6    # the pause (s) doubles after every try
+
+    def __init__(self, base, cache=None):
+        self.base, self.cache, self.versions = base, cache, {}
+        self.open = urllib.request.build_opener(Redirect).open
+
+    def whole(self, name):
+        return self._get(name)
+
+    def heads(self, files):
+        with ThreadPoolExecutor(self.IN_FLIGHT) as pool:
+            heads = pool.map(lambda file: self._get(file, 0, 8), files)
+            return {f: head and (self.versions[f][0], head) for f, head in zip(files, heads)}
+
+    def read(self, spans):
+        parts = [[(file, at, min(at + self.PIECE, end)) for at in range(start, end, self.PIECE)]
+                 for file, start, end in spans]
+        pieces = {part: self._kept(part) for part in sum(parts, [])}
+        self._download(pieces)
+        return [bytearray().join(pieces.pop(part) for part in some) for some in parts]
+
+    def _download(self, pieces):
+        """Fill in the pieces that are None; a progress line each second on stderr."""
+        began = told = time.time()
+        waiting = sorted(part for part, piece in pieces.items() if piece is None)
+        ranges, done = join(waiting, self.PIECE), 0
+        with ThreadPoolExecutor(self.IN_FLIGHT) as pool:
+            for (file, start, end), body in zip(ranges, pool.map(lambda r: self._get(*r), ranges)):
+                if body is None:
+                    raise CheckpointError(f"{self.base}/{file}: it is gone")
+                while waiting and waiting[0][0] == file and waiting[0][1] < end:
+                    part = waiting.pop(0)
+                    pieces[part] = body[part[1] - start:part[2] - start]
+                    if self.cache:
+                        os.makedirs(os.path.dirname(self._path(part)), exist_ok=True)
+                        with replacing(self._path(part)) as kept:
+                            kept.write(pieces[part])
+                done, now = done + len(body), time.time()
+                if now - told > 1 or not waiting and now - began > 1:
+                    told = now
+                    print(f"\r{done / 1e6:,.0f} MB at {done / 1e6 / (now - began):,.1f} MB/s",
+                          end="" if waiting else "\n", file=sys.stderr, flush=True)
+
+    def _get(self, file, start=0, end=None):
+        """Bytes start to end of a file, or all of it; None if there is no such file."""
+        for wait in range(self.TRIES):
+            try:
+                return self._ask(f"{self.base}/{file}", file, start, end)
+            except (OSError, http.client.HTTPException) as error:
+                status, problem = getattr(error, "code", 500), error
+            if status in (404, 410):
+                return None
+            if status < 500 and status not in (408, 429):
+                break
+            time.sleep(self.PAUSE * 2 ** wait)
+        raise CheckpointError(f"{self.base}/{file}: {problem}")
+
+    def _ask(self, url, file, start, end):
+        most = MAX_JSON if end is None else end - start
+        request = urllib.request.Request(url)
+        if token := os.environ.get("HF_TOKEN", "").strip():
+            request.add_unredirected_header("Authorization", f"Bearer {token}")
+        if end is not None:
+            request.add_header("Range", f"bytes={start}-{end - 1}")
+        with self.open(request, timeout=self.TIMEOUT) as answer:
+            if end is not None:
+                self._check_range(url, file, f"bytes {start}-{end - 1}", answer)
+            body, promised = bytearray(), answer.headers.get("Content-Length")
+            while len(body) <= most and (chunk := answer.read(1 << 20)):    # no promise allocates
+                body += chunk
+        if len(body) > most:
+            raise CheckpointError(f"{url}: the answer is longer than {most:,} bytes")
+        if end is not None and len(body) < most or promised not in (None, str(len(body))):
+            raise ConnectionError(f"the answer broke off after {len(body):,} bytes")
+        return body
+
+    def _check_range(self, url, file, wanted, answer):
+        found = answer.headers.get("Content-Range", "")
+        if answer.status != 206:
+            raise CheckpointError(f"{url}: asked for {wanted}, but the server ignores byte ranges")
+        match = re.fullmatch(r"(bytes \d+-\d+)/(\d{1,18})", found, re.A)
+        if not match or match[1] != wanted:
+            raise CheckpointError(f"{url}: asked for {wanted}, got {show(found)}")
+        version = int(match[2]), answer.headers.get("ETag", "")
+        if self.versions.setdefault(file, version) != version:
+            raise CheckpointError(f"{url}: the file changed while it was being read")
+
+    def _path(self, part):
+        key = hashlib.sha256(repr((self.base, self.versions[part[0]])).encode()).hexdigest()[:16]
+        return os.path.join(self.cache, f"{part[0]}-{key}", f"{part[1]}-{part[2]}")
+
+    def _kept(self, part):
+        if self.cache and os.path.isfile(self._path(part)):
+            with open(self._path(part), "rb") as file:
+                data = file.read(part[2] - part[1] + 1)
+            return data if len(data) == part[2] - part[1] else None
+
+
+class Checkpoint:
+    """Tensors of a folder or an http(s) base URL, by name, none read before it is asked for.
+
+    An index wins over a single model.safetensors. Names that start with `model.` or `lm_head.`
+    get the released prefix `language_model.`. Every shard that the index names must be there,
+    unless index_only; its header is read, and held against the index, when first needed.
+    shard_of: name -> shard; total_size: what the index says; bytes_read: of tensors, so far.
+    """
+
+    def __init__(self, path_or_url, cache=None, index_only=False):
+        self.place = str(path_or_url).rstrip("/") or "/"
+        web = re.match(r"https?://", self.place)
+        self.files = Web(self.place, cache) if web else Folder(self.place)
+        self.bytes_read, self.total_size, self._config, self._infos = 0, None, None, {}
+        raw = self.files.whole(INDEX)
+        self._promised = {SINGLE: None} if raw is None else {}      # shard -> names it must hold
+        if raw is not None:
+            self._read_index(parse_json(raw, INDEX))
+        elif index_only:
+            raise CheckpointError(f"{self.place}: there is no {INDEX}")
+        self._unread = {} if index_only else self._find_shards()    # shard -> length, 8 bytes
+        if raw is None:
+            self._load([SINGLE])
+            self.shard_of = dict.fromkeys(self._infos, SINGLE)
+        self._check_packed()
+
+    def _read_index(self, index):
+        names, notes = index.get("weight_map"), index.get("metadata", {})
+        if type(names) is not dict or not names or type(notes) is not dict:
+            raise CheckpointError(f"{INDEX}: wanted objects weight_map, not empty, and metadata")
+        self.total_size = notes.get("total_size")
+        if type(self.total_size) not in (int, type(None)):
+            raise CheckpointError(f"{INDEX}: total_size is {show(self.total_size)}")
+        for name, shard in names.items():       # a shard's name holds no folder and no URL syntax
+            if type(shard) is not str or not re.fullmatch(r"(?a)[\w-][\w.-]*\.safetensors", shard):
+                raise CheckpointError(f"{INDEX}: tensor {show(name)}: {show(shard)} is not a "
+                                      f".safetensors file of the same folder")
+            self._promised.setdefault(shard, set()).add(name)
+        self._set_prefix(names, INDEX)
+        self.shard_of = {self._full(name): shard for name, shard in names.items()}
+
+    def _find_shards(self):
+        heads = self.files.heads(list(self._promised))
+        absent = sorted(shard for shard, head in heads.items() if head is None)
+        if absent == [SINGLE]:
+            raise CheckpointError(f"{self.place}: there is neither an index nor a {SINGLE}")
+        if absent:
+            raise CheckpointError(f"{self.place}: {len(absent)} of {len(heads)} files that the "
+                                  f"index names are absent: {', '.join(absent)}")
+        return heads
+
+    def _set_prefix(self, names, file):
+        bare = next((n for n in names if n.startswith(("model.", "lm_head."))), None)
+        full = next((n for n in names if n.startswith("language_model.")), None)
+        if bare and full:
+            raise CheckpointError(f"{file}: tensors {show(bare)} and {show(full)} mix two prefixes")
+        self._prefix = "language_model." if bare else ""
+
+    def _full(self, name):
+        return self._prefix + name if name.startswith(("model.", "lm_head.")) else name
+
+    def _check_packed(self):
+        """Packed or not is decided by the stored names alone; an undecidable one is refused."""
+        for name, shard in self.shard_of.items():
+            if not name.endswith((".weight_packed", ".weight_scale")):
+                continue
+            stem, _, part = name.rpartition("_")
+            other = f"{stem}_{'scale' if part == 'packed' else 'packed'}"
+            if other not in self.shard_of or stem in self.shard_of:
+                raise CheckpointError(f"{shard}: tensor {show(name)}: wanted weight_packed and "
+                                      f"weight_scale together, or weight alone")
+
+    def _load(self, shards):
+        """Read the headers of these shards, side by side, and hold them against the index."""
+        spans = [header_span(shard, *self._unread[shard]) for shard in shards]
+        for shard, raw in zip(shards, self.files.read(spans)):
+            infos = parse_header(raw, self._unread[shard][0], shard)
+            promised = self._promised[shard]
+            if promised is None:
+                self._set_prefix(infos, shard)
+            elif infos.keys() != promised:
+                name = min(infos.keys() ^ promised)
+                raise CheckpointError(f"{shard}: tensor {show(name)} is only in the "
+                                      f"{'header' if name in infos else 'index'}")
+            self._infos.update((self._full(name), info) for name, info in infos.items())
+            del self._unread[shard]
+
+    @property
+    def config(self):
+        if self._config is None:
+            raw = self.files.whole(CONFIG)
+            if raw is None:
+                raise CheckpointError(f"{self.place}: there is no {CONFIG}")
+            self._config = K3Config.from_json(parse_json(raw, f"{self.place}/{CONFIG}"))
+        return self._config
+
+    @property
+    def tensors(self):
+        """name -> TensorInfo of every tensor; reads all headers."""
+        self._load(list(self._unread))
+        return self._infos
+
+    def info(self, name):
+        if name not in self.shard_of:
+            raise CheckpointError(f"{self.place}: there is no tensor {show(name)}")
+        if self.shard_of[name] in self._unread:
+            self._load([self.shard_of[name]])
+        return self._infos[name]
+
+    def stored(self, name):
+        """The names under which a weight is stored: its own, or those of its codes and scales."""
+        packed = f"{name}_packed" in self.shard_of
+        return [f"{name}_packed", f"{name}_scale"] if packed else [name]
+
+    def fetch(self, names):
+        """stored name -> tensor as stored, for many at once; local ones are views."""
+        infos = {name: self.info(name) for name in names}
+        spans = [(info.shard, *info.span) for info in infos.values()]
+        self.bytes_read += sum(end - start for _, start, end in spans)
+        return {name: as_tensor(buffer, name, info)
+                for (name, info), buffer in zip(infos.items(), self.files.read(spans))}
+
+    def unpack(self, fetched, name, dtype=None):
+        """A weight out of what fetch(stored(name)) gave, MXFP4 decoded (to fp32 by default)."""
+        if name in fetched:
+            return fetched[name] if dtype is None else fetched[name].to(dtype)
+        packed, scale = self.stored(name)
+        try:
+            return mxfp4_decode(fetched[packed], fetched[scale], dtype or torch.float32)
+        except ValueError as error:
+            raise CheckpointError(f"{self.info(packed).shard}: tensor {show(packed)}: {error}")
+
+    def tensor(self, name, dtype=None):
+        """One weight; a view of the mapped file where nothing has to be converted."""
+        return self.unpack(self.fetch(self.stored(name)), name, dtype)
+
+    def rows(self, name, index):
+        """Rows `index` of a matrix as stored; over a network only these are read."""
+        info = self.info(name)
+        if len(info.shape) != 2 or not all(0 <= i < info.shape[0] for i in index):
+            raise CheckpointError(f"{info.shard}: tensor {show(name)} of shape {list(info.shape)} lacks rows asked for")
+        width = info.shape[1] * DTYPES[info.dtype].itemsize
+        spans = [(info.shard, info.span[0] + i * width, info.span[0] + (i + 1) * width) for i in index]
+        self.bytes_read += width * len(spans)
+        return torch.stack([as_tensor(buffer, name, info._replace(shape=info.shape[1:], span=span[1:]))
+                            for span, buffer in zip(spans, self.files.read(spans))])
+
+    def verify(self):
+        """What differs from what the config wants, a line each: names, shapes, dtypes, shards, total size.
+
+        Reads headers only, or nothing but the index if it was opened so. An empty list is a good checkpoint.
+        """
+        packed = any(name.endswith(".weight_packed") for name in self.shard_of)
+        wanted = {name: (shape, dtype, shard) for name, shape, dtype, shard, *_ in
+                  inventory(self.config, "mxfp4" if packed else "bf16")}
+        count = max(shard for *_, shard in wanted.values())
+        place = (lambda n: SINGLE) if set(self.shard_of.values()) == {SINGLE} else (lambda n: SHARD.format(n, count))
+        wanted = {name: (shape, dtype, place(shard)) for name, (shape, dtype, shard) in wanted.items()}
+        return compare_inventory(wanted, self, index_only=not self._infos and not self._unread)
+
+
+def compare_inventory(expected, checkpoint, index_only=False):
+    """Differences between what a config promises and what is stored, one line each.
+
+    expected  name -> (shape, dtype as in DTYPES, shard or None for any); with index_only shapes
+              and dtypes only serve for the total size, since no header is read
+    """
+    found, lines = checkpoint.shard_of if index_only else checkpoint.tensors, []
+    for name, (shape, dtype, shard) in expected.items():
+        if name not in found:
+            lines.append(f"missing: {name}")
+            continue
+        if not index_only and found[name].shape != tuple(shape):
+            lines.append(f"shape: {name} has {list(found[name].shape)}, wanted {list(shape)}")
+        if not index_only and found[name].dtype != dtype:
+            lines.append(f"dtype: {name} has {found[name].dtype}, wanted {dtype}")
+        if shard not in (None, checkpoint.shard_of[name]):
+            lines.append(f"shard: {name} is in {checkpoint.shard_of[name]}, wanted {shard}")
+    lines += [f"extra: {n} in {checkpoint.shard_of[n]}" for n in found if n not in expected]
+    if index_only:
+        total = sum(math.prod(s) * DTYPES[dtype].itemsize for s, dtype, _ in expected.values())
+    else:
+        total = sum(info.span[1] - info.span[0] for info in found.values())
+    if checkpoint.total_size not in (None, total):
+        lines.append(f"total size: {checkpoint.total_size:,} in the index, {total:,} in tensors")
+    return lines
+
+
+def group_findings(lines):
+    """Findings that differ only in their numbers as one line: there are half a million tensors."""
+    groups = {}
+    for line in lines:
+        groups.setdefault(re.sub(r"\d+", "#", line), []).append(line)
+    return [group[0] + f" (and {len(group) - 1:,} alike)" * (len(group) > 1)
+            for group in groups.values()]
+
+
+@contextmanager
+def replacing(path):
+    """A file that takes path's place when the block ends well; until then path is left alone."""
+    temporary = f"{path}.{os.getpid()}-{threading.get_ident()}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written ({error.strerror or error}); what was "
+                              f"there before is untouched") from None
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+
+
+def write_safetensors(path, tensors):
+    """One safetensors file of name -> tensor, wide dtypes first so that every tensor is aligned."""
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    for name in order:
+        dtype, shape, start = tensors[name].dtype, list(tensors[name].shape), at
+        if dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{path}: tensor {show(name)}: {dtype} cannot be stored")
+        at += math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [start, at]}
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    with replacing(path) as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for name in order:
+            flat = tensors[name].detach().cpu().contiguous().view(-1)
+            file.write(flat.view(torch.uint8).numpy())
+
+
+def write_checkpoint(folder, shards, config, files=None):
+    """A checkpoint in the released layout; an old one stays whole until the new one is whole.
+
+    shards  iterable of dicts name -> tensor; a generator keeps one shard in memory at a time
+    config  dict for config.json; files: further name -> bytes, such as the tokenizer's
+    Everything goes to FOLDER.partial; then FOLDER becomes FOLDER.old, FOLDER.partial becomes
+    FOLDER, and FOLDER.old goes. A kill between the renames leaves both whole, and the next save
+    starts by undoing the first. Returns the bytes of all tensors.
+    Refused: a folder that holds anything but a checkpoint, for it would be lost.
+    """
+    folder, files = os.path.abspath(folder), {CONFIG: json.dumps(config, indent=2).encode(),
+                                              **(files or {})}
+    new, old = folder + ".partial", folder + ".old"
+    if os.path.isdir(old) and not os.path.exists(folder):
+        os.rename(old, folder)
+    replaceable(folder, files)
+    remove(new, files)
+    remove(old, files)
+    os.makedirs(new)
+    try:
+        total = write_files(new, shards, files)
+        if os.path.isdir(folder):
+            os.rename(folder, old)
+        os.rename(new, folder)
+    except BaseException:
+        remove(new, files)
+        raise
+    remove(old, files)
+    return total
+
+
+def write_files(folder, shards, files):
+    weight_map, total, count = {}, 0, 0
+    for count, tensors in enumerate(shards, 1):
+        if twice := weight_map.keys() & tensors.keys():
+            raise CheckpointError(f"{folder}: tensor {show(min(twice))} is in two shards")
+        weight_map.update(dict.fromkeys(tensors, count))
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        write_safetensors(os.path.join(folder, SHARD.format(count, 0)), tensors)
+    for i in range(1, count + 1):                  # how many there are is known only now
+        os.rename(*(os.path.join(folder, SHARD.format(i, of)) for of in (0, count)))
+    weight_map = {name: SHARD.format(i, count) for name, i in weight_map.items()}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    for name, data in {**files, INDEX: json.dumps(index, indent=2).encode()}.items():
+        with replacing(os.path.join(folder, name)) as file:
+            file.write(data)
+    return total
+
+
+def replaceable(folder, files):
+    """Names in a folder, all of which a save may delete: those that a checkpoint consists of."""
+    names = os.listdir(folder) if os.path.lexists(folder) else []
+    for name in names:
+        plain = re.sub(r"\.\d+-\d+\.tmp$", "", name)           # what a killed save left
+        if not (re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", plain)
+                or plain in files or plain == INDEX):
+            raise CheckpointError(f"{folder}: not replaced, since it also holds {show(name)}")
+    return names
+
+
+def remove(folder, files):
+    for name in replaceable(folder, files):
+        os.remove(os.path.join(folder, name))
+    if os.path.isdir(folder):
+        os.rmdir(folder)
+
+# ---- The released layout ---------------------------------------------------------------------------------------------
+
+STORED_F32 = ("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "e_score_correction_bias")
+HELD_F32 = (*STORED_F32, "block_sparse_moe.gate.weight")        # what Module.fp32 names, as load_model sees it
+
+
+def inventory(config, experts="mxfp4"):
+    """Every tensor of a checkpoint in the released layout, from the config alone, as a generator of
+
+        name, shape, dtype, shard, source, e
+
+    source is the state_dict entry it comes from, e the expert within it or None. Shard i + 1 holds layer i whole,
+    then come one with the embedding, the head and the final norms, the projector's and the vision tower's.
+    experts "mxfp4" packs routed experts, "bf16" stores them like the rest, in the config's dtype.
+    """
+    dtype = {"bfloat16": "BF16", "float32": "F32"}[config.dtype]
+    with torch.device("meta"):
+        entries = K3(config).state_dict()
+    n = config.num_hidden_layers
+    for source, t in entries.items():
+        layer = re.match(r"language_model\.model\.layers\.(\d+)\.", source)
+        shard = (int(layer[1]) + 1 if layer else n + 2 if source.startswith("mm_projector") else
+                 n + 3 if source.startswith("vision_tower") else n + 1)
+        shape = (max(128, len(t)),) if source.endswith("A_log") else tuple(t.shape)        # zeros fill it up
+        prefix, dot, w = source.rpartition(".experts.")
+        if not dot:
+            yield source, shape, "F32" if source.endswith(STORED_F32) else dtype, shard, source, None
+            continue
+        for e in range(shape[0]):
+            name, (out, width) = f"{prefix}.experts.{e}.{w}.weight", shape[1:]
+            if experts == "mxfp4":
+                yield f"{name}_packed", (out, width // 2), "U8", shard, source, e
+                yield f"{name}_scale", (out, width // 32), "U8", shard, source, e
+            else:
+                yield name, (out, width), dtype, shard, source, e
+
+
+def load_model(path, dtype=torch.float32, device="cpu"):
+    """The model of a checkpoint (folder, URL or Checkpoint) with all weights in memory, in eval mode.
+
+    dtype is the weights'; those that must be fp32 stay so. Strict: a tensor that is missing, left over or of another
+    shape raises CheckpointError with its name.
+    """
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    with torch.device("meta"):
+        model = K3(checkpoint.config)
+    read = Reader(checkpoint, dtype, device)
+    model.load_state_dict({name: read(name, t.shape) for name, t in model.state_dict().items()}, assign=True)
+    if left := sorted(checkpoint.shard_of.keys() - read.used):
+        raise CheckpointError(f"{checkpoint.place}: {len(left)} tensors that the config does not call for, "
+                              f"the first {show(left[0])} in {checkpoint.shard_of[left[0]]}")
+    return model.eval()
+
+
+class Reader:
+    """state_dict entries out of a checkpoint: read(name, shape) -> tensor; `used` keeps the stored names."""
+
+    def __init__(self, checkpoint, dtype, device):
+        self.checkpoint, self.dtype, self.device, self.used = checkpoint, dtype, device, set()
+
+    def __call__(self, name, shape):
+        dtype = self.dtype
+        if dtype is not None and name.endswith(HELD_F32):
+            dtype = torch.promote_types(dtype, torch.float32)
+        prefix, dot, w = name.rpartition(".experts.")
+        if not dot:
+            return self.one(name, tuple(shape), dtype).to(self.device)
+        stack = torch.empty(*shape, dtype=dtype, device=self.device)
+        for e in range(len(stack)):
+            stack[e] = self.one(f"{prefix}.experts.{e}.{w}.weight", tuple(shape[1:]), dtype)
+        return stack
+
+    def one(self, name, shape, dtype):
+        self.used.update(self.checkpoint.stored(name))
+        t = self.checkpoint.tensor(name, dtype)
+        if name.endswith("A_log") and t.dim() == 1 and len(t) > shape[0] and not t[shape[0]:].any():
+            t = t[:shape[0]]                             # 96 heads, then zeros up to 128
+        if t.shape != shape:
+            stored = self.checkpoint.stored(name)[0]
+            raise CheckpointError(f"{self.checkpoint.shard_of[stored]}: tensor {show(stored)} gives {list(t.shape)}, "
+                                  f"the config wants {list(shape)}" + " and zeros" * name.endswith("A_log"))
+        return t
+
+
+def save_checkpoint(model, folder, experts="mxfp4", files=None):
+    """Write the model in the released layout: shards, index and config.json, in the dtypes of `inventory`.
+
+    experts  "mxfp4": routed experts rounded to MXFP4 (loaded ones come out as they were); "bf16": kept as BF16
+    files    further name -> bytes to put beside them, such as the tokenizer's
+    The folder's old checkpoint is replaced only when the new one is whole. Raises CheckpointError if it cannot be
+    written, ValueError for weights MXFP4 cannot hold.
+    """
+    if experts not in ("mxfp4", "bf16"):
+        raise ValueError(f"experts {experts!r}: there are mxfp4 and bf16")
+    entries, config = model.state_dict(), dataclasses.replace(model.config, dtype="bfloat16")
+
+    def shards():
+        for _, group in groupby(sorted(inventory(config, experts), key=lambda item: item[3]), lambda item: item[3]):
+            tensors = {}
+            for name, shape, dtype, _, source, e in group:
+                if name.endswith("_scale"):
+                    continue                             # written with its codes
+                t = entries[source] if e is None else entries[source][e]
+                if name.endswith("_packed"):
+                    tensors[name], tensors[name[:-6] + "scale"] = mxfp4_encode(t)
+                else:
+                    t = F.pad(t, (0, shape[0] - len(t))) if name.endswith("A_log") else t
+                    tensors[name] = t.to(DTYPES[dtype])
+            yield tensors
+    file = config.to_json()
+    if experts == "mxfp4":
+        file["text_config"]["quantization_config"] = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+    write_checkpoint(folder, shards(), file, files)
+
+# ---- One layer at a time ---------------------------------------------------------------------------------------------
+
+
+class StoredExperts(nn.Module):
+    """Routed experts left in the checkpoint: only those that some token chose are read."""
+
+    def __init__(self, checkpoint, prefix, act):
+        super().__init__()
+        self.checkpoint, self.prefix, self.act, self.touched = checkpoint, prefix, act, 0
+
+    def forward(self, x, experts, weights):
+        names = {(e, w): f"{self.prefix}.{e}.{w}.weight" for e in experts.unique().tolist() for w in ("w1", "w2", "w3")}
+        self.touched = len(names) // 3
+        fetched = self.checkpoint.fetch([part for name in names.values() for part in self.checkpoint.stored(name)])
+
+        class Decoded:                                   # one expert's matrix at a time
+            def __init__(self, w):
+                self.w = w
+
+            def __getitem__(_, e):
+                return self.checkpoint.unpack(fetched, names[e, _.w], x.dtype).to(x.device)
+        return experts_loop(x, experts, weights, *(Decoded(w) for w in ("w1", "w3", "w2")), self.act)
+
+
+class StreamedK3(K3):
+    """K3 whose weights stay in the checkpoint: a layer's are read just before it runs and dropped just after.
+
+    Weights keep their stored dtype, as views of the mapped files, and rise to the activations' dtype one matrix at a
+    time. Of the embedding only the rows asked for are read, of the routed experts only the chosen.
+    """
+
+    def __init__(self, checkpoint, dtype=torch.float32, device="cpu"):
+        with torch.device("meta"):
+            super().__init__(checkpoint.config)
+        self.checkpoint, self.compute_dtype, self.device = checkpoint, dtype, torch.device(device)
+        text = self.language_model.model
+        for name in ("norm", "output_attn_res_norm", "output_attn_res_proj"):
+            if hasattr(text, name):
+                self.fill(getattr(text, name), f"language_model.model.{name}")
+        self.eval()
+
+    def fill(self, module, prefix):
+        """Give a meta module its stored weights, except routed experts."""
+        read = Reader(self.checkpoint, None, self.device)
+        if hasattr(module, "block_sparse_moe"):
+            module.block_sparse_moe.experts = StoredExperts(self.checkpoint, f"{prefix}.block_sparse_moe.experts",
+                                                            activation(self.config))
+        module.load_state_dict({name: read(f"{prefix}.{name}", t.shape) for name, t in module.state_dict().items()}, assign=True)
+        return module.eval()
+
+    def layer(self, i):
+        return self.fill(copy.deepcopy(self.language_model.model.layers[i]), f"language_model.model.layers.{i}")
+
+    def embed_tokens(self, ids):
+        rows = self.checkpoint.rows("language_model.model.embed_tokens.weight", ids.flatten().tolist())
+        return rows.to(self.device).unflatten(0, ids.shape)
+
+    def head(self, h):
+        """In slices of the vocabulary: the whole matrix in fp32 would be 4.7 GB."""
+        name, V = "language_model.lm_head.weight", self.config.vocab_size
+        slices = [self.checkpoint.rows(name, range(a, min(a + 16384, V))) for a in range(0, V, 16384)]
+        return torch.cat([F.linear(h, w.to(h.device, h.dtype)) for w in slices], -1)
+
+    def encode_media(self, *args):
+        held = self.vision_tower, self.mm_projector
+        self.vision_tower, self.mm_projector = (self.fill(copy.deepcopy(m), name) for m, name in
+                                                zip(held, ("vision_tower", "mm_projector")))
+        media = super().encode_media(*args)
+        self.vision_tower, self.mm_projector = held
+        return media
+
+def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float32, device="cpu", start=None,
+          forced=None, pixel_values=None, grid_thws=None, kernel="plain", watch=lambda *_: None):
+    """The forward pass, one layer in memory at a time: any layer of the real model on a small machine.
+
+    checkpoint  a Checkpoint, folder or URL;  input_ids [B, T], or a list of ids
+    layers      (A, B): layers A to B - 1 only; None: all, and the logits
+    start       tensors that an earlier trace recorded, needed for A > 0: `layers.{A-1}.prefix_sum` and what the
+                blocks stored before A were (`embed`, `layers.{j S - 1}.prefix_sum`)
+    forced      tensors with `layers.i.topk_idx`: expert ids to use, so that a flipped near-tie is not an error
+    record      a dict to fill, as in K3.forward
+    watch       called as watch(i, note, line) after each layer i (None before the first and after the last): its
+                tensors by their short names, and a line that says what it was and cost
+    Returns the logits [B, T, V], or the running sum [B, T, D] where B stops before the last layer.
+    """
+    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
+    model = StreamedK3(checkpoint, dtype, device)
+    n = checkpoint.config.num_hidden_layers
+    A, B = (0, n) if layers is None else layers
+    if not 0 <= A < B <= n:
+        raise ValueError(f"layers {A}:{B}: the model has layers 0 to {n - 1}")
+    model.kernel, record = kernel, {} if record is None else record
+    ids = torch.as_tensor(input_ids, device=device)
+    ids = ids.unsqueeze(0) if ids.dim() == 1 else ids
+    with torch.no_grad():
+        if A == 0:
+            model.check_input(ids, None)
+            s, _ = model.embed(ids, pixel_values, grid_thws, record)
+            record["embed"], blocks = s, []
+        else:
+            s, blocks = resume(start or {}, A, checkpoint.config.attn_res_block_size)
+            s, blocks = s.to(device, dtype), [b.to(device, dtype) for b in blocks]
+        if A == 0:
+            watch(None, {"embed": s}, "")
+        for i in range(A, B):
+            began, read, before, note = time.time(), checkpoint.bytes_read, [*blocks, s], {}
+            layer = model.layer(i)
+            s, blocks = layer(s, blocks, None, None, note, (forced or {}).get(f"layers.{i}.topk_idx"))
+            record.update({f"layers.{i}.{name}": note[name] for name in RECORDED if name in note})
+            watch(i, note, layer_line(i, layer, before, blocks, note, checkpoint.bytes_read - read, time.time() - began))
+            checkpoint.files.release()
+        if B < n:
+            return s
+        text = model.language_model.model
+        note = {"final_mixed": text.output_mix(blocks, s)}
+        note["final_normed"] = text.norm(note["final_mixed"])
+        note["logits"] = f32(model.head(note["final_normed"]))
+        record.update(note)
+        watch(None, note, "")
+    return note["logits"]
+
+
+def layer_line(i, layer, before, blocks, note, size, seconds):
+    """Kind, bytes read, seconds, RMS of the running sum, experts touched, mean AttnRes weights of both mixes."""
+    moe = getattr(layer, "block_sparse_moe", None)
+    kind = f"{type(layer.self_attn).__name__}+{'dense' if moe is None else 'MoE'}"
+    line = f"layer {i:2d} {kind:9s} {size / 1e6:9,.1f} MB {seconds:6.2f} s  rms {f32(note['prefix_sum']).square().mean().sqrt():.3g}"
+    line += "" if moe is None else f"  experts {moe.experts.touched}/{moe.gate.weight.shape[0]}"
+    if layer.attn_res:
+        after = note["attn_out"] if layer.starts_block else before[-1] + note["attn_out"]
+        mixes = [(before, "self_attention")] if len(before) > 1 else []
+        for sources, name in (*mixes, ([*blocks, after], "mlp")):
+            proj, norm = getattr(layer, f"{name}_res_proj"), getattr(layer, f"{name}_res_norm")
+            p = attn_res_scores(f32(torch.stack(sources, -2)), proj.weight[0], norm.weight, norm.eps).softmax(-1)
+            line += "  mix " + " ".join(f"{x:.2f}" for x in p.flatten(0, -2).mean(0).tolist())
+    return line
+
+
+def resume(tensors, A, S):
+    """The running sum before layer A, and the blocks stored before it, out of recorded tensors."""
+    def at(i):
+        name = "embed" if i == 0 else f"layers.{i - 1}.prefix_sum"
+        if name not in tensors:
+            raise ValueError(f"layers from {A} on need {name}, which the file they start from does not hold")
+        return tensors[name]
+    return at(A), [at(i) for i in range(0, A, S)] if S else []
+
+# ---- Text: tokenizer and chat framing ------------------------------------------------------------
+
+NUM_SPECIAL = 256                  # control ids, after the ranks; those without a name are reserved
+CUT, CUT_RUN = 400_000, 25_000     # characters; the matcher fails on longer texts and runs
+CONTROL = ("[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>",
+           "<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>", "[PAD]")
+
+_before, _ending = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+SPLIT = "|".join((r"[\p{Han}]+", f"{_before}{_upper}*{_lower}+{_ending}",
+                  f"{_before}{_upper}+{_lower}*{_ending}", r"\p{N}{1,3}",
+                  r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"))
+
+
+def cut_text(text):
+    """Pieces of at most 400,000 characters, cut again inside runs of (non-)space over 25,000."""
+    for start in range(0, len(text), CUT):
+        piece, at = text[start:start + CUT], 0
+        for run in re.finditer(r"\s+|\S+", piece):
+            for end in range(run.start() + CUT_RUN, run.end(), CUT_RUN):
+                yield piece[at:end]
+                at = end
+        yield piece[at:]
+
+
+class Tokenizer:
+    """Byte-pair encoding with control tokens that no text can spell.
+
+    ranks    token bytes -> id, 0 to n - 1
+    special  control token's name -> id, from n on
+    stop     ids at which generation ends
+    """
+
+    def __init__(self, ranks, special):
+        self.special = special
+        self.eos = special.get("[EOS]")
+        self.stop = {special[name] for name in ("[EOS]", "<|end_of_msg|>") if name in special}
+        self.bpe = tiktoken.Encoding("k3", pat_str=SPLIT, mergeable_ranks=ranks,
+                                     special_tokens=special)
+
+    def control(self, name):
+        if name not in self.special:
+            raise ValueError(f"the tokenizer has no control token {name}")
+        return self.special[name]
+
+    def encode(self, text, control=False):
+        """Text to ids. With control=True, only for text of our own, names become control ids."""
+        if control:
+            return self.bpe.encode(text, allowed_special="all")
+        return [i for piece in cut_text(text) for i in self.bpe.encode_ordinary(piece)]
+
+    def token(self, i):
+        """The bytes of one id."""
+        if not 0 <= i < self.bpe.n_vocab:
+            raise ValueError(f"token id {i} is not among the tokenizer's {self.bpe.n_vocab}")
+        return self.bpe.decode_single_token_bytes(i)
+
+    def decode(self, ids):
+        return b"".join(map(self.token, ids)).decode("utf-8", "replace")
+
+    def stream(self, ids):
+        """Text as ids come, whole characters only: bytes of an unfinished one wait for the rest."""
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        for i in ids:
+            if text := utf8.decode(self.token(i)):
+                yield text
+        if text := utf8.decode(b"", final=True):
+            yield text
+
+
+def read_ranks(path, count):
+    """tiktoken.model, lines of a base64 token and its rank, as token -> rank; all below count."""
+    ranks, lines = {}, 0
+    with open(path, "rb") as f:
+        for lines, line in enumerate(f, 1):
+            try:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+            except ValueError:
+                raise CheckpointError(f"{path}: line {lines} is not a base64 token and its rank"
+                                      ) from None
+    if lines != count or len(ranks) != count or set(ranks.values()) != set(range(count)):
+        raise CheckpointError(f"{path}: expected ranks 0 to {count - 1}, each once, found {lines} "
+                              f"lines of {len(ranks)} tokens and {len(set(ranks.values()))} ranks")
+    if not all(bytes([b]) in ranks for b in range(256)):
+        raise CheckpointError(f"{path}: some single bytes have no rank, so not every text has ids")
+    return ranks
+
+
+def load_tokenizer(folder):
+    """The tokenizer of a checkpoint's tiktoken.model and tokenizer_config.json.
+
+    The lowest special id says how many ranks there must be. Raises CheckpointError, naming the
+    file, if they are not exactly that many, or a special id or name is out of place."""
+    path = os.path.join(folder, "tokenizer_config.json")
+    try:
+        with open(path, encoding="utf-8") as f:
+            table = json.load(f)["added_tokens_decoder"]
+        names = {int(i): entry["content"] for i, entry in table.items()}
+        first = min(names)
+        ids = range(first, first + NUM_SPECIAL)
+        special = {names.get(i, f"<|reserved_token_{i}|>"): i for i in ids}
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise CheckpointError(f"{path}: no added_tokens_decoder of ids and names ({e!r})") from None
+    if first < 256 or max(names) not in ids or len(special) < NUM_SPECIAL or not all(
+            isinstance(name, str) and name for name in special):
+        raise CheckpointError(f"{path}: special tokens must have names of their own and ids within "
+                              f"{NUM_SPECIAL} of the lowest, {first}, which is at least 256")
+    return Tokenizer(read_ranks(os.path.join(folder, "tiktoken.model"), first), special)
+
+
+def save_byte_tokenizer(folder, names=CONTROL):
+    """Bytes as ids 0 to 255, then names as control ids from 256 on, for load_tokenizer to open."""
+    os.makedirs(folder, exist_ok=True)
+    table = {str(i): {"content": name, "special": True} for i, name in enumerate(names, 256)}
+    with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as f:
+        json.dump({"added_tokens_decoder": table}, f, indent=1)
+    with open(os.path.join(folder, "tiktoken.model"), "w", encoding="ascii") as f:
+        f.writelines(f"{base64.b64encode(bytes([b])).decode()} {b}\n" for b in range(256))
+
+
+def tag(tokenizer, kind, name, **attributes):
+    """<|open|>name key="value"<|sep|> or <|close|>name<|sep|>, encoded piece by piece."""
+    pieces = [name]
+    for key, value in attributes.items():
+        pieces += [f" {key}", '="', value.replace("&", "&amp;").replace('"', "&quot;"), '"']
+    body = [i for piece in pieces for i in tokenizer.encode(piece)]
+    return [tokenizer.control(kind), *body, tokenizer.control("<|sep|>")]
+
+
+def chat_prompt(tokenizer, messages, thinking=True):
+    """Ids of a conversation up to where the answer begins, inside its think or response channel.
+
+    messages  dicts of role and content, an assistant's also of reasoning_content (thinking only);
+              content is text, or a list of texts and of (w, h), each the size of an image"""
+    def inside(name, ids, **attributes):
+        start = tag(tokenizer, "<|open|>", name, **attributes)
+        return start + ids + tag(tokenizer, "<|close|>", name)
+
+    def content(parts):
+        parts = [parts] if isinstance(parts, str) else parts
+        return [i for part in parts for i in (
+            tokenizer.encode(part) if isinstance(part, str) else
+            tokenizer.encode(image_prompt(*part), control=True))]
+
+    ids = []
+    for message in messages:
+        body = content(message["content"])
+        if message["role"] == "assistant":
+            body = inside("response", body)
+            if thinking:                               # then always, even with nothing in it
+                body = inside("think", content(message.get("reasoning_content", ""))) + body
+        ids += inside("message", body, role=message["role"]) + [tokenizer.control("<|end_of_msg|>")]
+    ids += tag(tokenizer, "<|open|>", "message", role="assistant")
+    return ids + tag(tokenizer, "<|open|>", "think" if thinking else "response")
+
+
+def chat_reply(tokenizer, ids, thinking=True):
+    """(channel, id) of the answer's text as ids come, without its tags, up to a stop id.
+
+    The first channel is the one that chat_prompt left open: no tag announces it."""
+    channel, edge, name = "think" if thinking else "response", None, []
+    tags = {tokenizer.control("<|open|>"), tokenizer.control("<|close|>")}
+    for i in ids:
+        if i in tokenizer.stop:
+            return
+        if i in tags:
+            edge, name = i, []
+        elif edge is None:
+            if channel:
+                yield channel, i
+        elif i != tokenizer.control("<|sep|>"):
+            name.append(i)
+        else:
+            opened = edge == tokenizer.control("<|open|>")
+            channel, edge = tokenizer.decode(name) if opened else None, None
+
+# ---- Text out --------------------------------------------------------------------------------------------------------
+
+
+def sample(logits, temperature, top_p, generator):
+    """One id from logits [V]; temperature 0 takes the largest; top_p keeps the fewest ids that reach it together."""
+    if temperature == 0:
+        return int(logits.argmax())
+    p, order = (logits.double() / temperature).softmax(-1).sort(descending=True)
+    p = torch.where(p.cumsum(-1) - p < top_p, p, torch.zeros_like(p))
+    return int(order[torch.multinomial(p.cpu(), 1, generator=generator)])
+
+
+@torch.no_grad()
+def generate_ids(model, ids, max_new_tokens, temperature=0.0, top_p=1.0, seed=0, stop=(), **media):
+    """Continue ids one at a time until one is in `stop` (it is not given out) or max_new_tokens are reached."""
+    if not ids:
+        raise ValueError("the prompt is empty: there is nothing to continue")
+    if temperature < 0 or not 0 < top_p <= 1:
+        raise ValueError(f"temperature {temperature} and top-p {top_p}: expected at least 0, and more than 0 up to 1")
+    generator, state = torch.Generator().manual_seed(seed), model.init_state(1)
+    model.check_input(torch.tensor([ids]), state)
+    logits = model(torch.tensor([ids], device=model.device), state=state, last=True, **media)
+    for n in range(max_new_tokens):
+        new = sample(logits[0, -1], temperature, top_p, generator)
+        if new in stop:
+            return
+        yield new
+        if n + 1 < max_new_tokens:
+            logits = model(torch.tensor([[new]], device=model.device), state=state, last=True)
+
+
+def generate(model, tokenizer, prompt, max_new_tokens=256, temperature=0.0, top_p=1.0, seed=0, **media):
+    """Text that continues `prompt` (text, or ids from chat_prompt), in pieces of whole characters as they come.
+
+    Ends at the tokenizer's or the config's end token, or after max_new_tokens. `media`: pixel_values, grid_thws.
+    Raises ValueError for an empty prompt and for sampling settings out of range.
+    """
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    stop = {*tokenizer.stop, model.config.eos_token_id}
+    yield from tokenizer.stream(generate_ids(model, ids, max_new_tokens, temperature, top_p, seed, stop, **media))
+
+# ---- Command line ----------------------------------------------------------------------------------------------------
+
+
+def parameter_table(config):
+    """Counts by part from the config alone, as the release stores them (A_log at its 128), active parameters, bytes."""
+    with torch.device("meta"):
+        model = K3(config)
+    size = lambda m: sum(max(128, t.numel()) if n.endswith("A_log") else t.numel() for n, t in m.state_dict().items())
+    text = model.language_model.model
+    layers = {}
+    for layer in text.layers:
+        kind = f"{type(layer.self_attn).__name__} + {'MoE' if hasattr(layer, 'block_sparse_moe') else 'dense'}"
+        each, count = layers.get(kind, (size(layer), 0))
+        layers[kind] = each, count + 1
+    table = {"vocabulary embedding": size(text.embed_tokens), "output head": size(model.language_model.lm_head)}
+    for name, kind in (("gated MLA", MLA), ("KDA", KDA), ("latent MoE", LatentMoE), ("dense MLP", None)):
+        for layer in text.layers:
+            part = layer.self_attn if kind in (MLA, KDA) else getattr(layer, "block_sparse_moe" if kind else "mlp", None)
+            if part is not None and (kind is None or isinstance(part, kind)):
+                table[name] = size(part)
+    if config.attn_res_block_size is not None:
+        table["each AttnRes mix"] = 2 * config.hidden_size
+    table["each layer RMSNorm"] = config.hidden_size
+    for kind, (each, count) in layers.items():
+        table[f"{kind} layer"], table[f"{kind} layers, {count}"] = each, each * count
+    table["text model"] = size(model.language_model)
+    for name in ("vision_tower", "mm_projector"):
+        table[name.replace("_", " ")] = size(getattr(model, name)) if hasattr(model, name) else 0
+    table["everything"] = size(model)
+    idle = sum((m.w1.shape[0] - config.num_experts_per_token) * 3 * m.w1[0].numel() for m in text.layers.modules()
+               if isinstance(m, Experts))
+    table["active per token"] = table["text model"] - size(text.embed_tokens) - idle
+    table["bytes on disk"] = sum(math.prod(shape) * DTYPES[dtype].itemsize for _, shape, dtype, *_ in inventory(config))
+    P = config.linear_num_heads * config.linear_head_dim
+    table["cache bytes per token"] = 2 * len(config.full_attn_layers) * (config.kv_lora_rank + config.qk_rope_head_dim)
+    table["state bytes per sequence"] = len(config.kda_layers) * P * (
+        4 * config.linear_head_dim + 2 * 3 * (config.short_conv_kernel_size - 1))
+    return table
+
+
+def params_command(args):
+    table = parameter_table(K3Config.from_json(args.config) if args.config else K3Config())
+    if args.json:
+        print(json.dumps({name.replace(" ", "_").replace(",", "").replace("_+_", "_"): n for name, n in table.items()}, indent=1))
+    else:
+        print("\n".join(f"{name:26s}{n:>22,}" for name, n in table.items()))
+
+
+def verify_command(args):
+    checkpoint = Checkpoint(args.checkpoint, cache=args.cache, index_only=args.index_only)
+    found = checkpoint.verify()
+    if args.json:
+        print(json.dumps({"tensors": len(checkpoint.shard_of), "total_size": checkpoint.total_size, "findings": found}, indent=1))
+    else:
+        print("\n".join(group_findings(found)) or
+              f"all {len(checkpoint.shard_of):,} tensors are as the config wants them" + " by name" * args.index_only +
+              (f", {checkpoint.total_size:,} bytes" if checkpoint.total_size else ""))
+    return bool(found)
+
+
+class TraceReport:
+    """Prints a line a layer and, against a reference, the relative error of each recorded tensor."""
+
+    def __init__(self, checkpoint, reference, rtol):
+        self.checkpoint, self.reference, self.rtol, self.bad, self.seen = checkpoint, reference, rtol, [], 0
+
+    def __call__(self, i, note, line):
+        if line:
+            print(line, flush=True)
+        prefix = "" if i is None else f"layers.{i}."
+        for name in note:
+            if prefix + name in self.reference:
+                self.compare(prefix + name, note, name)
+
+    def compare(self, full, note, name):
+        want = self.reference[full]
+        got = note[name].cpu()
+        if got.shape != want.shape and got.dim() == want.dim() and all(a >= b for a, b in zip(got.shape, want.shape)):
+            got = got[tuple(slice(n) for n in want.shape)]      # a reference may hold the first positions only
+        self.seen += 1
+        if got.shape != want.shape:
+            self.say(full, False, f"has shape {list(got.shape)}, the reference {list(want.shape)}")
+        elif name == "topk_idx":
+            flipped = (got != want).any(-1)
+            gap = note["gap"].cpu()[tuple(slice(n) for n in flipped.shape)][flipped]
+            near = flipped.any() and bool((gap < 1e-3).all())
+            self.say(full, near or not flipped.any(), f"{int(flipped.sum())} of {flipped.numel()} tokens route differently" +
+                     (f", by a gap of at most {gap.max():.1e}: near-ties" if near else ""))
+        else:
+            error = ((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-300)).item()
+            worst = (got.double() - want.double()).abs().max().item() if got.numel() else 0.0
+            self.say(full, error <= self.rtol, f"relative error {error:.2e}, largest {worst:.2e}")
+
+    def say(self, name, good, text):
+        print(f"  {'ok  ' if good else 'DIFF'} {name:28s} {text}", flush=True)
+        if not good:
+            self.bad.append(name)
+
+
+def trace_command(args):
+    checkpoint = Checkpoint(args.checkpoint, cache=args.cache)
+    start, reference = (read_safetensors(path) if path else {} for path in (args.start, args.against))
+    if args.force_routing and not reference:
+        raise ValueError("--force-routing needs --against, whose expert ids it takes")
+    ids, media = prompt_ids(args, checkpoint, {**reference, **start})
+    report, record = TraceReport(checkpoint, reference, args.rtol), {}
+    trace(checkpoint, ids, args.layers, record if args.dump else None, dtype=DTYPE_BY_NAME[args.dtype], device=args.device,
+          start=start, forced=reference if args.force_routing else None, kernel=args.kernel, watch=report, **media)
+    if args.dump:
+        write_safetensors(args.dump, {"input_ids": torch.as_tensor(ids), **record})
+    if args.against and not report.seen:
+        raise ValueError(f"{args.against} holds none of the tensors that were computed")
+    if report.bad:
+        print(f"{len(report.bad)} of {report.seen} tensors differ; the first is {report.bad[0]}")
+    elif args.against:
+        print(f"all {report.seen} tensors agree within {args.rtol:g}")
+    return bool(report.bad)
+
+
+def prompt_ids(args, checkpoint, tensors):
+    """input_ids [1, T] of --ids, --text or a reference's own, with --image before the text; and the media arguments."""
+    media, before = {}, []
+    if args.image:
+        pictures = [open_image(path) for path in args.image]
+        pixels, grids = zip(*(preprocess_image(p) for p in pictures))
+        media = {"pixel_values": torch.cat(pixels).to(args.device), "grid_thws": torch.stack(grids)}
+    if args.ids is not None:
+        try:
+            ids = [int(i) for i in args.ids.split(",")]
+        except ValueError:
+            raise ValueError(f"--ids {show(args.ids)}: expected whole numbers between commas") from None
+        return torch.tensor([ids]), media
+    if args.text is None:
+        if "input_ids" not in tensors:
+            raise ValueError("give --text or --ids (or a reference file that holds input_ids)")
+        return tensors["input_ids"], media
+    if not args.text:
+        raise ValueError("the text is empty")
+    tokenizer = load_tokenizer(checkpoint.place)
+    if args.image:
+        before = [i for p in pictures for i in tokenizer.encode(image_prompt(*p.size), control=True)]
+    return torch.tensor([before + tokenizer.encode(args.text)]), media
+
+
+def generate_command(args):
+    checkpoint = Checkpoint(args.checkpoint, cache=args.cache)
+    tokenizer, dtype = load_tokenizer(checkpoint.place), DTYPE_BY_NAME[args.dtype]
+    if not args.prompt:
+        raise ValueError("the prompt is empty: there is nothing to continue")
+    pictures = [open_image(path) for path in args.image or ()]
+    media = {}
+    if pictures:
+        pixels, grids = zip(*(preprocess_image(p) for p in pictures))
+        media = {"pixel_values": torch.cat(pixels).to(args.device), "grid_thws": torch.stack(grids)}
+    if args.chat:
+        system = [{"role": "system", "content": args.system}] if args.system else []
+        content = [p.size for p in pictures] + [args.prompt]
+        prompt = chat_prompt(tokenizer, [*system, {"role": "user", "content": content}], args.think)
+    else:
+        prompt = [i for p in pictures for i in tokenizer.encode(image_prompt(*p.size), control=True)]
+        prompt += tokenizer.encode(args.prompt)
+    model = (StreamedK3(checkpoint, dtype, args.device) if args.layers_on_demand else
+             load_model(checkpoint, dtype, args.device))
+    model.kernel = args.kernel
+    for text in generate(model, tokenizer, prompt, args.max_new_tokens, args.temperature, args.top_p, args.seed, **media):
+        print(text, end="", flush=True)
+    print()
+
+
+DTYPE_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def layer_range(text):
+    match = re.fullmatch(r"(\d+):(\d+)|(\d+)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected A:B, or one layer")
+    return (int(match[1]), int(match[2])) if match[1] else (int(match[3]), int(match[3]) + 1)
+
+
+class OneLine(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def build_parser():
+    parser = OneLine(prog="k3.py", description="Kimi K3: counts, checks, single layers and text from a checkpoint.")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLine)
+
+    def command(name, run, help):
+        sub = commands.add_parser(name, help=help, description=help)
+        sub.set_defaults(run=run)
+        return sub
+
+    def common(sub):
+        sub.add_argument("checkpoint", metavar="CKPT", help="a folder, or an http(s) base URL")
+        sub.add_argument("--cache", metavar="DIR", help="keep what is read over the network here")
+
+    def running(sub):
+        common(sub)
+        sub.add_argument("--image", action="append", metavar="F", help="a picture before the text; may be repeated")
+        sub.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+        sub.add_argument("--dtype", choices=DTYPE_BY_NAME, default="float32", help="of activations")
+        sub.add_argument("--kernel", choices=["plain", "fast"], default="plain", help="definitions, or kernels.py")
+
+    sub = command("params", params_command, "parameters by part, active ones, bytes on disk and in the cache")
+    sub.add_argument("--config", metavar="F", help="a config.json; without it the released model's numbers")
+    sub.add_argument("--json", action="store_true")
+    sub = command("verify", verify_command, "every tensor's name, dtype and shape against the config; reads no weights")
+    common(sub)
+    sub.add_argument("--index-only", action="store_true", help="names, shards and total size only: no shard is opened")
+    sub.add_argument("--json", action="store_true")
+    sub = command("trace", trace_command, "the forward pass a layer at a time, each against a reference if there is one")
+    running(sub)
+    sub.add_argument("--text", help="text to read")
+    sub.add_argument("--ids", help="token ids to read, between commas")
+    sub.add_argument("--layers", type=layer_range, metavar="A:B", help="layers A to B - 1 only, counted from 0")
+    sub.add_argument("--from", dest="start", metavar="F", help="recorded tensors that layer A starts from")
+    sub.add_argument("--dump", metavar="F", help="write all recorded tensors to this safetensors file")
+    sub.add_argument("--against", metavar="F", help="compare with such a file")
+    sub.add_argument("--force-routing", action="store_true", help="use the expert ids of --against")
+    sub.add_argument("--rtol", type=float, default=1e-3, help="relative error that counts as equal (%(default)s)")
+    sub = command("generate", generate_command, "text that continues a prompt, as it comes")
+    running(sub)
+    sub.add_argument("--prompt", required=True)
+    sub.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
+    sub.add_argument("--temperature", type=float, default=1.0, help="0 always takes the likeliest (%(default)s)")
+    sub.add_argument("--top-p", type=float, default=1.0)
+    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--chat", action="store_true", help="wrap the prompt in the released chat framing")
+    sub.add_argument("--system", help="with --chat: a system message before it")
+    sub.add_argument("--no-think", dest="think", action="store_false", help="with --chat: answer in the response channel")
+    sub.add_argument("--layers-on-demand", action="store_true", help="stream layers from disk, for models beyond memory")
+    return parser
+
+
+def main(argv=None):
+    """Exit status: 0 good, 1 a check found a difference, 2 bad input, said in one line."""
+    args = build_parser().parse_args(argv)
+    try:
+        return int(args.run(args) or 0)
+    except (ValueError, OSError, torch.OutOfMemoryError) as e:
+        print(f"k3.py: {' '.join(str(e).split())}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

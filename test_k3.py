@@ -1,0 +1,560 @@
+"""Tests in the report's order: definition against fast form, and numbers from the release, the golden data and the field.
+
+Numbers that another program produced are written out with their origin; none was printed by this code and pasted.
+Run: python -m pytest -q
+"""
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import k3
+from k3 import K3, K3Config
+
+torch.set_num_threads(1)                           # tiny tensors: threads would only wait for each other
+
+
+def rel(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-300)).item()
+
+
+def close(a, b, accept):
+    error = rel(a, b)
+    assert error <= accept, f"relative error {error:.2e}, accepted {accept:.0e}"
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def kda_inputs(B=2, T=37, H=3, dk=16, dv=24, seed=0, dtype=torch.float64):
+    q, k = (k3.l2_norm(draw(B, T, H, dk, seed=seed + i)) for i in (0, 1))
+    v, z, w = draw(B, T, H, dv, seed=seed + 2), draw(B, T, H, dk, seed=seed + 3) * 3, draw(B, T, H, seed=seed + 4) * 2
+    return [x.to(dtype) for x in (q, k, v, -5 * z.sigmoid(), w.sigmoid())]
+
+
+def tiny(dtype=torch.float32, seed=0, **over):
+    """A small model whose weights are random enough to make mistakes visible: no zero query, no zero bias."""
+    model = K3(K3Config.tiny(**over), seed=seed).to(dtype).eval()
+    noise = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.add_(torch.randn(p.shape, generator=noise).to(p.dtype) * (0.3 if p.dim() == 1 or "res_proj" in name else 0.1))
+        for moe in model.moe_layers():
+            moe.gate.e_score_correction_bias.add_(torch.randn(16, generator=noise) * 0.1)
+    return model
+
+
+def some_ids(B=2, T=23, seed=0):
+    return torch.randint(0, 256, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+# ---- config
+
+def test_config_is_the_released_one():
+    """Table 1 and config.json; 1-based lists in the file, 0-based layers in tensor names."""
+    c = K3Config()
+    mla = [i for i in range(c.num_hidden_layers) if c.is_mla(i)]
+    assert mla == [*range(3, 92, 4), 92 - 1, 92][:23] + [92] and len(mla) == 24 and len(c.kda_layers) == 69
+    assert [i for i in range(93) if not c.is_moe(i)] == [0]
+    assert K3Config.from_json(c.to_json()) == c and K3Config.from_json(json.loads(json.dumps(c.to_json()))) == c
+
+
+SWITCHES = [dict(gate_lower_bound=None), dict(use_full_rank_gate=False), dict(q_lora_rank=None),
+            dict(routed_expert_hidden_size=None), dict(latent_moe_use_norm=False), dict(attn_res_block_size=None),
+            dict(hidden_act="silu"), dict(num_shared_experts=0), dict(num_experts=None), dict(num_nextn_predict_layers=1),
+            dict(attn_res_block_size=1), dict(vt_num_hidden_layers=2)]
+
+
+@pytest.mark.parametrize("over", SWITCHES, ids=str)
+def test_switches_of_the_schema_work(over):
+    """Each ablation builds, trains one step with finite gradients, decodes as it prefills, and survives its own JSON."""
+    config = K3Config.tiny(**over)
+    assert K3Config.from_json(config.to_json()) == config
+    model, ids = K3(config), some_ids()
+    loss, _ = model.loss(ids[:, :-1], ids[:, 1:])
+    loss.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters()) and abs(loss.item()) < 9
+    with torch.no_grad():
+        state = model.init_state(2)
+        pieces = [model(ids[:, a:b], state=state) for a, b in ((0, 9), (9, 10), (10, 23))]
+        close(torch.cat(pieces, 1), model(ids), 1e-5)
+
+
+@pytest.mark.parametrize("change, key", [
+    (dict(hidden_act="gelu"), "hidden_act"), (dict(num_experts_per_token=0), "num_experts_per_token"),
+    (dict(num_experts_per_token=16), "num_experts_per_token"), (dict(kda_layers=[1, 2, 9]), "kda_layers"),
+    (dict(hidden_size="64"), "hidden_size"), (dict(gate_lower_bound=5.0), "gate_lower_bound"),
+    (dict(latent_moe_use_norm=1), "latent_moe_use_norm"), (dict(num_nextn_predict_layers=2), "num_nextn")])
+def test_config_refuses_values(change, key):
+    with pytest.raises(ValueError, match=key):
+        K3Config.tiny(**change)
+
+
+@pytest.mark.parametrize("key", ["activation_situ_beta", "activation_situ_linear_beta", "attn_res_block_size",
+                                 "routed_expert_hidden_size", "num_experts_per_token", "hidden_size", "kv_lora_rank"])
+def test_config_refuses_missing_keys(key):
+    """Pitfall 73: a missing constant is an error, never a default."""
+    file = K3Config().to_json()
+    del file["text_config"][key]
+    with pytest.raises(ValueError, match=key):
+        K3Config.from_json(file)
+
+
+def test_config_refuses_unknown_and_unbuilt_keys():
+    for change, key in ((dict(rope_type="yarn"), "rope_type"), (dict(moe_router_activation_func="softmax"), "softmax"),
+                        (dict(num_key_value_heads=8), "num_key_value_heads"), (dict(topk_method="greedy"), "greedy")):
+        file = K3Config().to_json()
+        file["text_config"].update(change)
+        with pytest.raises(ValueError, match=key):
+            K3Config.from_json(file)
+
+
+# ---- primitives
+
+def test_rms_norm_eps_and_l2_norm():
+    """Pitfalls 20 and 26: 1e-6 in the two latent norms; the L2 norm's eps stands inside the root, under a sum."""
+    x, one = torch.tensor([0.003, -0.004]), torch.ones(2)
+    assert torch.allclose(k3.rms_norm(x, one, 1e-6), torch.tensor([0.816497, -1.088662]), atol=1e-6)
+    assert torch.allclose(k3.rms_norm(x, one, 1e-5), torch.tensor([0.632456, -0.843274]), atol=1e-6)
+    assert torch.allclose(k3.l2_norm(torch.full((4,), 1e-4)), torch.full((4,), 0.098058), atol=1e-6)
+    assert (k3.l2_norm(torch.zeros(4)) == 0).all()
+    mla = k3.MLA(K3Config.tiny())
+    assert mla.q_a_layernorm.eps == mla.kv_a_layernorm.eps == 1e-6
+
+
+def test_situ_glu():
+    """§2.3.2 (pitfalls 39, 40): values, the bound 100, SwiGLU near the origin."""
+    gate, up = torch.tensor([1., 4, -2, 8]), torch.tensor([1., 25, 3, 1])
+    assert torch.allclose(k3.situ_glu(gate, up), torch.tensor([0.715818, 56.9593, -0.657874, 3.852762]), rtol=1e-5)
+    assert torch.allclose(k3.swiglu(gate, up), torch.tensor([0.731059, 98.2014, -0.715218, 7.997317]), rtol=1e-5)
+    big = draw(1000) * 1e4
+    assert k3.situ_glu(big, -big).abs().max() <= 100
+    small = draw(100) * 1e-2
+    assert (k3.situ_glu(small, small) - k3.swiglu(small, small)).abs().max() < 1e-7
+
+
+def test_fp32_tensors_survive_a_cast():
+    """Pitfall 18: A_log, dt_bias, convolutions, o_norm, router weight and bias stay fp32 in a bf16 model."""
+    model = K3(K3Config.tiny()).to(torch.bfloat16)
+    wide = {n.split(".layers.")[1].split(".", 1)[1] for n, t in model.state_dict().items() if t.dtype == torch.float32}
+    assert wide == {*(f"self_attn.{x}" for x in k3.KDA.fp32), "block_sparse_moe.gate.weight",
+                    "block_sparse_moe.gate.e_score_correction_bias"}
+    assert model(some_ids()).isfinite().all()
+    assert all(t.dtype == torch.float64 for t in model.double().state_dict().values())
+
+
+# ---- §2.1.1 KDA
+
+def test_kda_recurrent_by_hand():
+    """Pitfalls 5-7: decay, then the error against the decayed state, then the write, then the read."""
+    t = lambda *x: torch.tensor(x, dtype=torch.float64)
+    S0 = t([1., 2.], [3., 4.])[None, None]
+    args = [t(1, 0).view(1, 1, 1, 2), t(.6, .8).view(1, 1, 1, 2), t(1, 2).view(1, 1, 1, 2),
+            t(.5, .25).log().view(1, 1, 1, 2), t(.5).view(1, 1, 1)]
+    before = S0.clone()
+    assert torch.allclose(k3.kda_recurrent(*args, S0, scale=1)[0].flatten(), t(0.53, 1.18))
+    assert torch.allclose(k3.kda_recurrent(*args, S0)[0].flatten(), t(0.3748, 0.8344), atol=5e-5)
+    assert torch.equal(S0, before)
+    o, S = k3.kda_recurrent(t([1, 0], [1, 0], [.6, .8])[None, :, None], t([1, 0], [.6, .8], [0, 1])[None, :, None],
+                            t([1], [2], [3])[None, :, None], t([.5, .9], [.5, .9], [.8, .2]).log()[None, :, None],
+                            t(.5, .5, 1)[None, :, None], scale=1)
+    assert torch.allclose(o.flatten(), t(0.5, 0.805, 2.7864)) and torch.allclose(S.flatten(), t(0.644, 3.0))
+
+
+def test_kda_identical_keys():
+    """Pitfall 1: with one key, beta 1 and no decay, each token overwrites the last: o = v / 2 at dk = 4."""
+    k, v = k3.l2_norm(torch.ones(1, 64, 1, 4, dtype=torch.float64), eps=0), draw(1, 64, 1, 3)
+    o, S = k3.kda_recurrent(k, k, v, torch.zeros_like(k), torch.ones(1, 64, 1))
+    close(o, v / 2, 1e-12)
+    close(S[0, 0], k[0, 0, 0, :, None] * v[0, -1, 0], 1e-12)
+
+
+def test_kda_splits_and_batches():
+    """Any split of a sequence, and each sample alone, give what one call gives (pitfalls 5, 8, 10)."""
+    args = kda_inputs()
+    o, S = k3.kda_recurrent(*args)
+    state, pieces = None, []
+    for a, b in ((0, 1), (1, 1), (1, 18), (18, 37)):
+        piece, state = k3.kda_recurrent(*(x[:, a:b] for x in args), S=state)
+        pieces.append(piece)
+    close(torch.cat(pieces, 1), o, 1e-13)
+    close(state, S, 1e-13)
+    close(k3.kda_recurrent(*(x[1:] for x in args))[0], o[1:], 1e-13)
+
+
+def test_kda_state_keeps_fp32_for_bf16():
+    """Pitfall 9: 0.999 rounds to 1 in bf16; after 1000 steps 0.3677 must be left of a state of ones."""
+    zero = torch.zeros(1, 1000, 1, 1, dtype=torch.bfloat16)
+    g = torch.full((1, 1000, 1, 1), math.log(0.999))
+    _, S = k3.kda_recurrent(zero, zero, zero, g, zero[..., 0], torch.ones(1, 1, 1, 1))
+    assert abs(S.item() - 0.3677) < 1e-4
+
+
+def test_kda_gradients_reach_every_input():
+    """Pitfall 13: both results' gradients, of all six inputs, against finite differences."""
+    args = [x.requires_grad_() for x in [*kda_inputs(1, 5, 1, 3, 2), draw(1, 1, 3, 2, seed=9)]]
+    assert torch.autograd.gradcheck(lambda *a: k3.kda_recurrent(*a), args, atol=1e-6)
+
+
+def test_log_decay():
+    """Eq. 5 (pitfalls 15, 17): the bias before the scale; bounds reached without NaN in value or gradient."""
+    decay = lambda z, A, b, g_min=-5.0: k3.kda_log_decay(torch.tensor([[[[z]]]]), torch.tensor([A]), torch.tensor([b]), g_min)
+    assert abs(decay(0.5, math.log(2), 0.5).item() + 4.403985) < 1e-6
+    assert abs(decay(0.25, 0.3, -0.25).item() + 2.5) < 1e-6
+    assert abs(decay(0.5, math.log(2), 0.5, None).item() + 2 * math.log1p(math.e)) < 1e-6
+    for z, want in ((1.0, -5.0), (0.0, -2.5), (-1.0, 0.0)):
+        inputs = [torch.tensor([[[[z]]]]), torch.tensor([90.0]), torch.tensor([0.0])]
+        g = k3.kda_log_decay(*(x.requires_grad_() for x in inputs), -5.0)
+        g.sum().backward()
+        assert g.item() == want and all(x.grad.isfinite().all() for x in inputs)
+    z = draw(2, 50, 3, 8) * 100
+    assert ((g := k3.kda_log_decay(z, torch.zeros(3), torch.zeros(24), -5.0)) >= -5).all() and (g <= 0).all()
+
+
+def test_short_conv():
+    """Pitfalls 21-23: the last tap is the current token's; the cache holds projections; any split is the same."""
+    x, taps = torch.arange(1., 7).view(1, 6, 1), torch.tensor([[[1., 2, 3, 4]]])
+    whole = torch.tensor([4., 11, 20, 30, 40, 50])
+    assert torch.allclose(k3.short_conv(x, taps)[0].flatten(), F.silu(whole))
+    for weight in (taps, taps[:, 0]):
+        tail, out = None, []
+        for piece in x.split([1, 2, 3], 1):
+            y, tail = k3.short_conv(piece, weight, tail)
+            out.append(y)
+        assert torch.allclose(torch.cat(out, 1).flatten(), F.silu(whole)) and tail.flatten().tolist() == [4, 5, 6]
+    y, _ = k3.short_conv(torch.tensor([4., 5, 6]).view(1, 3, 1), taps / 10, x[:, :3])
+    assert torch.allclose(y.flatten(), torch.tensor([2.85772, 3.92806, 4.96654]), atol=1e-5)
+    with pytest.raises(ValueError, match="convolution"):
+        k3.short_conv(x, taps[None])
+
+
+# ---- §2.1.2 gated MLA
+
+def test_mla_forms_agree():
+    """Full heads, absorbed weights and the fused call are one function, with and without a past."""
+    H, nope, rope, C, dv = 3, 16, 8, 12, 10
+    q, latent, W = draw(2, 7, H, nope + rope), draw(2, 11, C + rope, seed=1), draw(H * (nope + dv), C, seed=2)
+    full = k3.mla_full(q, latent, W, dv)
+    close(k3.mla_absorbed(q, latent, W, dv), full, 1e-12)
+    close(k3.mla_fused(q, latent, W, dv, True), full, 1e-12)
+    close(k3.mla_fused(q, latent[:, -7:], W, dv, True), k3.mla_full(q, latent[:, -7:], W, dv), 1e-12)
+
+
+def test_causal_mask_is_aligned_to_the_end():
+    """Pitfall 28: 2 queries on 3 cached keys with equal scores average 4 and 5 values."""
+    p = k3.causal_softmax(torch.zeros(2, 5))
+    assert torch.allclose(p @ torch.arange(5.), torch.tensor([1.5, 2.0]))
+
+
+def test_mla_has_no_positions_and_the_released_scale():
+    """Pitfalls 24, 25: permuting earlier tokens leaves the last output; the scale is (nope + rope)^-0.5."""
+    mla, x = tiny(torch.float64).language_model.model.layers[3].self_attn, draw(1, 9, 64)
+    order = torch.tensor([5, 2, 7, 0, 1, 4, 6, 3, 8])
+    close(mla(x[:, order])[:, -1], mla(x)[:, -1], 1e-12)
+    q, latent = torch.zeros(1, 1, 1, 192), torch.zeros(1, 2, 576)
+    q[..., 191], latent[0, 1, 575], latent[0, 1, 0] = 1, 100, 1
+    p = k3.mla_full(q, latent, torch.eye(512)[:256], 128)
+    W = torch.zeros(256, 512)
+    W[128, 0] = 1                                     # value channel 0 reads latent channel 0
+    o = k3.mla_full(q, latent, W, 128)[0, 0, 0, 0]
+    assert abs(o.item() - 1 / (1 + math.exp(-100 * 0.0721688))) < 1e-6 and p.isfinite().all()
+
+
+# ---- §2.2 attention residuals
+
+def test_attn_res_by_hand():
+    """Pitfalls 32, 33: keys normalised, values raw, no 1/sqrt(d); zero queries give the mean."""
+    sources, one = torch.tensor([[3., 4], [1, -1], [0, 2]]), torch.ones(2)
+    mix = lambda w, n: k3.attn_res(sources, torch.tensor(w), n, 1e-5)
+    assert torch.allclose(mix([1., .5], one), torch.tensor([1.795677, 2.421093]), atol=1e-5)
+    assert torch.allclose(mix([1., .5], torch.tensor([2., 1])), torch.tensor([2.066474, 2.358196]), atol=1e-5)
+    assert torch.allclose(mix([0., 0], one), torch.tensor([4 / 3, 5 / 3]))
+
+
+def test_attn_res_two_phases_equal_one():
+    """§2.2: blocks scored once for many mixes, the running sum merged by online softmax, also at large scores."""
+    blocks, running, w, n = draw(2, 5, 4, 32), draw(2, 5, 32, seed=1) * 3, draw(6, 32, seed=2) * 30, draw(6, 32, seed=3)
+    part = k3.attn_res_blocks(blocks, w, n, 1e-5)
+    for i in range(6):
+        plain = k3.attn_res(torch.cat([blocks, running.unsqueeze(-2)], -2), w[i], n[i], 1e-5)
+        close(k3.attn_res_merge(part, i, running, w[i], n[i], 1e-5), plain, 1e-12)
+
+
+def test_block_attn_res_sources():
+    """Pitfalls 30, 31: (attention, feed-forward) sources by layer at depth 93, block 12; stored blocks never change."""
+    config = K3Config.tiny(num_hidden_layers=93, attn_res_block_size=12, hidden_size=8, linear_num_heads=1,
+                           linear_head_dim=4, num_attention_heads=1, num_experts=None, intermediate_size=8)
+    model, seen, kept = K3(config), [], {}
+    original = k3.mix_depth
+
+    def spy(blocks, s, proj, norm):
+        seen.append(len(blocks) + 1)
+        for i, b in enumerate(blocks):
+            assert torch.equal(kept.setdefault(i, b.clone()), b)
+        return original(blocks, s, proj, norm)
+    k3.mix_depth = spy
+    try:
+        with torch.no_grad():
+            model(some_ids(1, 3))
+    finally:
+        k3.mix_depth = original
+    counts = [1, *seen]                               # layer 0's attention has one source and is not mixed
+    pairs = list(zip(counts[::2], counts[1::2]))
+    assert len(pairs) == 93 and counts[-1] == 9
+    assert pairs[0] == (1, 2) and set(pairs[1:12]) == {(2, 2)} and pairs[12] == (2, 3)
+    assert pairs[84] == (8, 9) and pairs[92] == (9, 9)
+
+
+def test_block_size_one_is_the_full_form():
+    """Eqs. 8-9 written over all layer outputs equal the model's blocks of one layer."""
+    model, ids, record = tiny(torch.float64, attn_res_block_size=1), some_ids(1, 6), {}
+    text = model.language_model.model
+    model(ids, record=record)
+    outputs, mix = [record["embed"]], lambda src, p, n: k3.attn_res(torch.stack(src, -2), p.weight[0], n.weight, n.eps)
+    for i, layer in enumerate(text.layers):
+        h = mix(outputs, layer.self_attention_res_proj, layer.self_attention_res_norm) if i else outputs[0]
+        a = layer.self_attn(layer.input_layernorm(h))
+        h = mix([*outputs, a], layer.mlp_res_proj, layer.mlp_res_norm)
+        h = layer.post_attention_layernorm(h)
+        outputs.append(a + (layer.block_sparse_moe(h) if hasattr(layer, "block_sparse_moe") else layer.mlp(h)))
+        close(record[f"layers.{i}.prefix_sum"], outputs[-1], 1e-12)
+    close(record["final_mixed"], mix(outputs, text.output_attn_res_proj, text.output_attn_res_norm), 1e-12)
+
+
+# ---- §2.3 LatentMoE
+
+def test_route_bias_chooses_but_does_not_weigh():
+    """Eq. 13 (pitfalls 34, 35, 37)."""
+    experts, weights, cutoff = k3.route(torch.tensor([[.9, .8, .7, .1]]), torch.tensor([-.5, 0, 0, .75]), 2)
+    assert experts.tolist() == [[3, 1]] and torch.allclose(weights, torch.tensor([[0.111111, 0.888889]]), atol=1e-6)
+    assert abs(cutoff.item() - 0.7) < 1e-6
+    experts, _, _ = k3.route(torch.tensor([[.982, .983]]), torch.tensor([.002, 0]), 1)
+    assert experts.item() == 0
+    _, weights, _ = k3.route(torch.sigmoid(torch.full((1, 4), -110.)), torch.zeros(4), 2)
+    assert (weights == 0).all()
+    with pytest.raises(ValueError):
+        k3.route(torch.rand(3, 4), torch.zeros(4), 4)
+
+
+def test_latent_moe_normalises_the_sum():
+    """Eq. 11 (pitfalls 38, 41): weighted sum, then norm, then up-projection; router and shared experts read x."""
+    assert torch.allclose(k3.rms_norm(.75 * torch.tensor([3., 1]) + .25 * torch.tensor([-1., 1]), torch.ones(2), 1e-5),
+                          torch.tensor([1.264909, 0.632454]), atol=1e-5)
+    moe, x = tiny(torch.float64).moe_layers()[0], draw(2, 5, 64)
+    flat = x.flatten(0, 1)
+    experts, weights, _ = k3.route(torch.sigmoid(flat @ moe.gate.weight.T), moe.gate.e_score_correction_bias, 4)
+    latent, u = moe.routed_expert_down_proj(flat), torch.zeros(10, 32, dtype=torch.float64)
+    for t in range(10):
+        for e, p in zip(experts[t], weights[t]):
+            h = k3.situ_glu(moe.experts.w1[e] @ latent[t], moe.experts.w3[e] @ latent[t])
+            u[t] += p * (moe.experts.w2[e] @ h)
+    want = moe.routed_expert_up_proj(moe.routed_expert_norm(u)).view_as(x) + moe.shared_experts(x)
+    close(moe(x), want, 1e-12)
+
+
+def test_moe_gradients():
+    """Pitfalls 42, 43: every trainable part gets a finite gradient, the bias none; one token and no token work."""
+    model = K3(K3Config.tiny())
+    loss, _ = model.loss(some_ids()[:, :-1], some_ids()[:, 1:])
+    loss.backward()
+    moe = model.moe_layers()[0]
+    assert all(p.grad.isfinite().all() and p.grad.abs().sum() > 0 for n, p in moe.named_parameters())
+    assert not moe.gate.e_score_correction_bias.requires_grad
+    assert moe(torch.zeros(1, 0, 64)).shape == (1, 0, 64) and moe(torch.zeros(1, 1, 64)).isfinite().all()
+
+
+# ---- §2.3.3 Quantile Balancing
+
+A = torch.tensor([[22, 56, 52, 38], [61, 27, 7, 44], [59, 46, 29, 11], [49, 40, 27, 26], [60, 43, 32, 13],
+                  [46, 51, 20, 25], [9, 48, 54, 10], [20, 48, 3, 7]]) / 64       # the worked example, k = 1
+
+
+def loads(scores, bias, k=1):
+    return torch.bincount(k3.route(scores, bias, k)[0].flatten(), minlength=scores.shape[1]).tolist()
+
+
+def test_quantile_bias_worked_example():
+    """Eq. 14 (pitfall 44): cutoffs, one exact step from loads 4,3,1,0 to 2,2,2,2, then a fixed point."""
+    _, _, cutoff = k3.route(A, torch.zeros(4), 1)
+    assert (cutoff * 64).tolist() == [52, 44, 46, 40, 43, 46, 48, 20] and loads(A, torch.zeros(4)) == [4, 3, 1, 0]
+    b = k3.quantile_bias(A, cutoff, 1)
+    assert (b * 64).tolist() == [-15, -6, 9, 12] and loads(A, b) == [2, 2, 2, 2]
+    uncentred = torch.tensor([-13, -4, 11, 14]) / 64
+    assert (((A - cutoff[:, None]) > -uncentred).sum(0) == 2).all()
+    assert torch.equal(k3.quantile_bias(A, k3.route(A, b, 1)[2], 1), b)
+    assert loads(A, b + 7) == [2, 2, 2, 2] and abs(b.mean()) < 1e-6            # pitfall 52
+
+
+def test_balancing_leaves_padding_out():
+    """Pitfall 45: rows that do not count change nothing, in the exact form and in the histogram."""
+    padded, valid = torch.cat([A, torch.tensor([[58, 6, 5, 4]] * 4) / 64]), torch.tensor([1.] * 8 + [0.] * 4)
+    cutoff = k3.route(padded, torch.zeros(4), 1)[2]
+    assert (k3.quantile_bias(padded, cutoff, 1, valid) * 64).tolist() == [-15, -6, 9, 12]
+    pooled, clean = k3.QuantileHistogram(4, 1), k3.QuantileHistogram(4, 1)
+    pooled.start(torch.zeros(4)), clean.start(torch.zeros(4))
+    pooled.add(padded, cutoff, valid), clean.add(A, cutoff[:8])
+    assert torch.equal(pooled.finish(), clean.finish())
+
+
+def test_histogram_values_and_pooling():
+    """App. D (pitfalls 47-49): the published values of Example A, any micro-batching alike, edges and no tokens safe."""
+    cutoff, zero = k3.route(A, torch.zeros(4), 1)[2], torch.zeros(4)
+    results = []
+    for sizes in ([8], [3, 5], [1] * 8):
+        h = k3.QuantileHistogram(4, 1)
+        h.start(zero)
+        for s, c in zip(A.split(sizes), cutoff.split(sizes)):
+            h.add(s, c)
+        results.append(h.finish())
+    want = torch.tensor([-0.264, -0.078, 0.002, 0.204])
+    assert torch.allclose(results[0], want - want.mean(), atol=1e-6) and loads(A, results[0]) == [2, 2, 2, 2]
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    h.start(b := torch.tensor([1.5, -.5, -.5, -.5]))
+    assert torch.equal(h.finish(), b) and abs(h.low + 1.5) < 1e-6 and abs(h.low + h.span - 2.5) < 1e-5
+    h.add(torch.zeros(1, 4), torch.tensor([2.5]))                              # r at the upper edge: the last bin
+    assert h.counts[:, -1].tolist() == [1] * 4
+
+
+def test_histogram_meets_the_exact_quantile_in_large_batches():
+    """Within about a bin of the target-th smallest r; both balance 64 experts from a bad start within eight steps."""
+    scores, k = torch.sigmoid(draw(4096, 64, dtype=torch.float32) + draw(64, seed=1, dtype=torch.float32)), 4
+    for rule in ("exact", "histogram"):
+        b, h = torch.zeros(64), k3.QuantileHistogram(64, k)
+        worst = lambda: max(loads(scores, b, k)) / (4096 * k / 64)
+        assert worst() > 5
+        for _ in range(8):
+            cutoff = k3.route(scores, b, k)[2]
+            h.start(b), h.add(scores, cutoff)
+            exact, binned = k3.quantile_bias(scores, cutoff, k), h.finish()
+            assert (exact - binned).abs().max() < 2 * h.span / 1000
+            b = exact if rule == "exact" else binned
+        assert worst() < 1.2, f"{rule}: largest load {worst():.3f} times the mean"
+
+
+def test_sign_rule_and_alternating_solver():
+    """The rule that QB replaces moves by gamma; Algorithm 1 balances Example A and beats an arbitrary balanced choice."""
+    b = k3.sign_bias(torch.zeros(4), torch.tensor([4., 3, 1, 0]), 0.01)
+    assert torch.allclose(b, torch.tensor([-.01, -.01, .01, .01]))
+    experts, beta = k3.balanced_assignment(A, 1, steps=20)
+    assert torch.bincount(experts.flatten(), minlength=4).tolist() == [2, 2, 2, 2] and beta.shape == (4,)
+    total, best = A.gather(1, experts).sum().item(), 0
+    import itertools
+    for chosen in set(itertools.permutations([0, 0, 1, 1, 2, 2, 3, 3])):
+        best = max(best, A[torch.arange(8), torch.tensor(chosen)].sum().item())
+    assert abs(total - best) < 1e-6
+
+
+@pytest.mark.parametrize("method", ["qb", "qb-exact", "sign", "none"])
+def test_balancer_counts_training_only(method):
+    """Pitfalls 46, 50: a step routes with one bias, evaluation between leaves no trace, inference is frozen."""
+    ids = some_ids(4, 33)
+    after = []
+    for evaluate in (False, True):
+        model = K3(K3Config.tiny(), seed=3)
+        balancer = k3.Balancer(model, method)
+        before = [moe.gate.e_score_correction_bias.clone() for moe in model.moe_layers()]
+        balancer.start()
+        model.loss(ids[:2, :-1], ids[:2, 1:])[0].backward()
+        if evaluate:
+            model.eval()(ids)
+            with torch.no_grad():
+                model.train()(ids)
+        model.loss(ids[2:, :-1], ids[2:, 1:])
+        assert all(torch.equal(m.gate.e_score_correction_bias, b) for m, b in zip(model.moe_layers(), before))
+        assert [int(m.load.sum()) for m in model.moe_layers()] == [4 * 32 * 4] * 4
+        balancer.finish()
+        after.append(torch.stack([m.gate.e_score_correction_bias for m in model.moe_layers()]))
+        assert (balancer.imbalance() >= 1).all()
+    assert torch.equal(*after) and (method == "sign" or after[0].mean(-1).abs().max() < 1e-6)
+    assert (after[0].abs().sum() > 0) == (method != "none")
+
+
+# ---- model
+
+def test_fresh_model_is_finite_and_reproducible():
+    """Pitfall 93: every value drawn or set; same seed, same model; A_log, queries and router bias start at 0."""
+    a, b, c = (K3(K3Config.tiny(num_nextn_predict_layers=1), seed=s).state_dict() for s in (1, 1, 2))
+    assert all(x.isfinite().all() for x in a.values()) and all(torch.equal(a[n], b[n]) for n in a)
+    assert not torch.equal(a["language_model.lm_head.weight"], c["language_model.lm_head.weight"])
+    assert all((x == 0).all() for n, x in a.items() if n.endswith(("A_log", "res_proj.weight", "correction_bias")))
+    step = F.softplus(torch.cat([x for n, x in a.items() if n.endswith("dt_bias")]))
+    assert 0.999e-3 < step.min() and step.max() < 0.101
+
+
+def test_model_is_causal():
+    model, ids = tiny(torch.float64), some_ids(1, 20)
+    changed = ids.clone()
+    changed[0, 12] = (ids[0, 12] + 1) % 256
+    with torch.no_grad():
+        a, b = model(ids), model(changed)
+    close(a[:, :12], b[:, :12], 1e-13)
+    assert all(rel(a[:, t], b[:, t]) > 1e-6 for t in range(12, 20))
+
+
+@pytest.mark.parametrize("pieces", [[23], [1] * 23, [2, 3, 6, 12], [10, 1, 12], [0, 22, 1]], ids=str)
+def test_state_continues_a_pass(pieces):
+    """Pitfall 85: any prefill gives the logits of one pass; KDA's state keeps its size, MLA's grows by 48 a token."""
+    model, ids, out = tiny(), some_ids(), []
+    with torch.no_grad():
+        state = model.init_state(2)
+        for part in ids.split(pieces, 1):
+            kept = state.copy()
+            out.append(model(part, state=state))
+        close(torch.cat(out, 1), model(ids), 1e-5)
+        if pieces[-1]:                                # a copy can be continued again from where it was taken
+            assert torch.equal(model(ids[:, 23 - pieces[-1]:], state=kept), out[-1])
+    assert state.length == 23 and state.layers[3]["latent"].shape == (2, 23, 32 + 16)
+    assert state.layers[0]["S"].shape == (2, 2, 32, 32) and state.layers[0]["conv_q"].shape == (2, 3, 64)
+
+
+def test_empty_and_single_inputs():
+    model = tiny()
+    assert model(torch.zeros(2, 0, dtype=torch.int64)).shape == (2, 0, 320)
+    assert model(some_ids(1, 1)).shape == (1, 1, 320) and model(some_ids(2, 9), last=True).shape == (2, 1, 320)
+
+
+def test_record_has_the_golden_names():
+    model, record = tiny(), {}
+    model(some_ids(), record=record)
+    layer = ["attn_in", "attn_out", "ffn_in", "ffn_out", "prefix_sum"]
+    moe = ["topk_idx", "topk_weight"]
+    assert set(record) == {"embed", "final_mixed", "final_normed", "logits"} | {
+        f"layers.{i}.{x}" for i in range(5) for x in layer + moe * (i > 0)}
+    idx = record["layers.1.topk_idx"]
+    assert idx.shape == (2, 23, 4) and idx.dtype == torch.int64 and (idx.diff(dim=-1) > 0).all()
+    assert torch.allclose(record["layers.1.topk_weight"].sum(-1), torch.ones(2, 23))
+
+
+def test_model_refuses_bad_input():
+    model = tiny()
+    for ids, message in ((torch.tensor([[320]]), "320 is outside"), (torch.tensor([[-1]]), "-1 is outside"),
+                         (torch.tensor([1, 2]), "expected"), (torch.zeros(1, 2), "whole numbers"),
+                         (torch.tensor([[266, 266, 5], [1, 2, 3]]), "padding")):
+        with pytest.raises(ValueError, match=message):
+            model(ids)
+    with pytest.raises(ValueError, match="3 sequences"):
+        model(some_ids(2, 4), state=model.init_state(3))
+    with pytest.raises(ValueError, match="kernel"):
+        model.kernel = "fastest"
+
+
+def test_loss_shift_and_ignored_labels():
+    """Pitfall 95: cross-entropy 0.289909 on the published probabilities; no label at all gives 0."""
+    logits = torch.tensor([[[.7, .3], [.2, .8], [.5, .5]]]).log()
+    assert abs(k3.cross_entropy(logits[:, :2], torch.tensor([[0, 1]])).item() - 0.289909) < 1e-6
+    assert k3.cross_entropy(logits, torch.full((1, 3), -100)).item() == 0
+
+
+def test_mtp_reads_one_token_further():
+    """The MTP loss at t depends on token t + 1 as input and t + 2 as label, and trains its own layer."""
+    model, ids = K3(K3Config.tiny(num_nextn_predict_layers=1)), some_ids()
+    loss, parts = model.loss(ids[:, :-1], ids[:, 1:])
+    loss.backward()
+    close(loss.detach(), parts["main"] + 0.3 * parts["mtp"], 1e-6)
+    mtp = model.language_model.model.mtp
+    unused = "layer.self_attention_res"                # nothing is stored before its only layer, as in layer 0
+    assert all(p.grad.isfinite().all() for n, p in mtp.named_parameters() if not n.startswith(unused))
+    assert len(model.moe_layers()) == 5
