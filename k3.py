@@ -2264,6 +2264,7 @@ class StreamedK3(K3):
     Weights keep their stored dtype, as views of the mapped files, and rise to the activations' dtype one matrix at a
     time. Of the embedding only the rows asked for are read, of the routed experts only the chosen.
     """
+    device = None                                        # set below: K3 would look at a weight
 
     def __init__(self, checkpoint, dtype=torch.float32, device="cpu"):
         with torch.device("meta"):
@@ -2344,7 +2345,6 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
             s, blocks = layer(s, blocks, None, None, note, (forced or {}).get(f"layers.{i}.topk_idx"))
             record.update({f"layers.{i}.{name}": note[name] for name in RECORDED if name in note})
             watch(i, note, layer_line(i, layer, before, blocks, note, checkpoint.bytes_read - read, time.time() - began))
-            checkpoint.files.release()
         if B < n:
             return s
         text = model.language_model.model
@@ -2841,7 +2841,8 @@ def main(argv=None):
     try:
         return int(args.run(args) or 0)
     except (ValueError, OSError, torch.OutOfMemoryError) as e:
-        print(f"k3.py: {' '.join(str(e).split())}", file=sys.stderr)
+        said = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
+        print(f"k3.py: {' '.join(said.split())}", file=sys.stderr)
         return 2
 
 

@@ -3,9 +3,14 @@
 Numbers that another program produced are written out with their origin; none was printed by this code and pasted.
 Run: python -m pytest -q
 """
+import base64
 import json
 import math
+import resource
+import struct
+import zlib
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -558,3 +563,351 @@ def test_mtp_reads_one_token_further():
     unused = "layer.self_attention_res"                # nothing is stored before its only layer, as in layer 0
     assert all(p.grad.isfinite().all() for n, p in mtp.named_parameters() if not n.startswith(unused))
     assert len(model.moe_layers()) == 5
+
+
+# ---- §2.4 vision
+
+def seeing(**over):
+    return K3(K3Config.tiny(**{"vt_num_hidden_layers": 3, **over}))
+
+
+def patches(grids):
+    return draw(sum(t * h * w for t, h, w in grids), 3, 14, 14, dtype=torch.float32).clamp(-1, 1)
+
+
+def png(path, w, h, rows, colour=2, depth=8, **extra):
+    """A PNG by hand: what a header says need not be true."""
+    chunks = {"IHDR": struct.pack(">IIBBBBB", w, h, depth, colour, 0, 0, 0), **extra,
+              "IDAT": zlib.compress(rows), "IEND": b""}
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind.encode() + data
+        + struct.pack(">I", zlib.crc32(kind.encode() + data)) for kind, data in chunks.items()))
+    return path
+
+
+def test_vision_has_the_released_parameters():
+    """401,214,464 in the tower and 46,144,512 in the projector, under the released names."""
+    with torch.device("meta"):
+        tower, projector = k3.MoonViT(K3Config()), k3.Projector(K3Config())
+    count = lambda m: sum(p.numel() for p in m.parameters())
+    assert (count(tower), count(projector)) == (401_214_464, 46_144_512)
+    shapes = {k: list(p.shape) for k, p in tower.state_dict().items()}
+    assert shapes["patch_embed.pos_emb.weight"] == [64, 64, 1024]
+    assert shapes["encoder.blocks.26.wqkv.weight"] == [4608, 1024]    # 12 heads x 128, not 1024
+    assert {k for k in shapes if "blocks" not in k} == {
+        "patch_embed.proj.weight", "patch_embed.pos_emb.weight", "encoder.final_layernorm.weight"}
+
+
+def test_positions():
+    """Half-pixel bilinear; x first, on neighbouring pairs; the tower's eps."""
+    grid = torch.arange(16.0).view(4, 4, 1)
+    assert k3.resize_grid(grid, 2, 2).flatten().tolist() == [2.5, 4.5, 10.5, 12.5]
+    assert k3.resize_grid(grid, 4, 4) is grid
+    angle = k3.rotary_angles(1, 2, 3, 8)[5]                               # (y, x) = (1, 2)
+    torch.testing.assert_close(angle, torch.tensor([2, 1, 0.02, 0.01]))
+    turned = k3.rotate(torch.eye(8)[:1, None], angle[None])[0, 0]
+    torch.testing.assert_close(turned[:2], torch.tensor([-0.416147, 0.909297]))
+    want = torch.tensor([[0, 0, 1, 1], [0.841471, 0.0099998, 0.540302, 0.99995]])
+    torch.testing.assert_close(k3.time_code(2, 4), want)
+    norm = seeing().vision_tower.encoder.blocks[0].norm0
+    assert norm.eps == k3.VISION_EPS
+    x = torch.tensor([0.03, -0.04]).repeat(32)
+    torch.testing.assert_close(norm(x)[:2], torch.tensor([0.848, -1.131]), atol=1e-3, rtol=0)
+
+
+def test_time_code_only_in_videos():
+    """An image's patches get the place alone; a video's first frame differs from it by (0, 1)."""
+    embed = seeing().vision_tower.patch_embed
+    image, film = embed.position(1, 4, 6), embed.position(3, 4, 6)
+    code = torch.cat([torch.zeros(32), torch.ones(32)])
+    torch.testing.assert_close(film[:24] - image, code.expand(24, 64))
+    assert film.shape == (72, 64) and not torch.equal(film[:24], film[24:48])
+
+
+def test_attention_stays_inside_an_item():
+    """attend_items against one softmax under a block mask over everything."""
+    torch.manual_seed(0)
+    lengths = [4, 4, 8, 4]
+    q, k, v = torch.randn(3, sum(lengths), 2, 8)
+    item = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
+    scores = torch.einsum("ihd,jhd->hij", q, k) * 8 ** -0.5
+    scores = scores.masked_fill(item[:, None] != item, -torch.inf)
+    want = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)
+    torch.testing.assert_close(k3.attend_items(q, k, v, lengths), want)
+
+
+def test_items_together_are_items_alone():
+    """Images of several sizes and a video, in one call and each by itself; mean over frames."""
+    model = seeing()
+    grids = [(1, 2, 2), (2, 2, 2), (1, 6, 8), (1, 6, 8), (4, 4, 6), (1, 8, 8)]
+    pixels, record = patches(grids), {}
+    with torch.no_grad():
+        together = model.encode_media(pixels, torch.tensor(grids), record)
+        alone = [model.encode_media(x, [grid])[0] for grid, x in
+                 zip(grids, pixels.split([t * h * w for t, h, w in grids]))]
+    assert [len(x) for x in together] == [1, 1, 12, 12, 6, 16]
+    for a, b in zip(together, alone):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    assert record["patch_embed"].shape == record["encoder"].shape == (len(pixels), 64)
+    assert record["item4.merged"].shape == (6, 4, 64) and record["item4.projected"] is together[4]
+
+
+def test_merge_patches_goes_row_by_row():
+    """Frames are averaged; groups go row by row and so do the four of a group."""
+    x = torch.arange(8.0) + torch.tensor([[0.0], [1], [5]])
+    merged = k3.merge_patches(x.view(24, 1), (3, 2, 4), (2, 2))
+    assert merged.squeeze(-1).tolist() == [[2, 3, 6, 7], [4, 5, 8, 9]]
+
+
+@pytest.mark.parametrize("grids", [
+    [(4, 4)], (1, 4, 4), [(1, 4, 5)], [(1, 3, 4)], [(0, 4, 4)], [(1, 0, 4)], [(5, 4, 4)], [],
+    [(1, 2, 2)], [(1, 514, 2)], [(1, -4, -4)], [(1.0, 4.0, 4.0)], [(1, 4, 4), (1, 2, 2)]])
+def test_bad_grids_are_refused(grids):
+    """Rows that are not (t, h, w), odd or empty or huge sides, too many frames, other counts."""
+    with pytest.raises(ValueError, match="grid"):
+        seeing().encode_media(torch.zeros(16, 3, 14, 14), torch.tensor(grids))
+
+
+def test_media_replace_their_placeholders():
+    """One placeholder becomes the item's whole block; counts and row lengths must agree; causal as text is."""
+    ids = torch.tensor([[7, 265, 1], [265, 2, 3]])
+    assert k3.expand_placeholders(ids, [2, 2], 265).tolist() == [[7, 265, 265, 1], [265, 265, 2, 3]]
+    with pytest.raises(ValueError, match="2 media placeholders in the text, but 1 media items"):
+        k3.expand_placeholders(ids, [2], 265)
+    with pytest.raises(ValueError, match="equal"):
+        k3.expand_placeholders(ids, [2, 3], 265)
+    model, grids, record = seeing(), torch.tensor([[1, 4, 4], [2, 4, 4]]), {}
+    pixels = patches(grids.tolist())
+    with torch.no_grad():
+        logits, media = model(ids, pixel_values=pixels, grid_thws=grids, record=record), model.encode_media(pixels, grids)
+    assert logits.shape == (2, 6, 320) and torch.equal(record["embed"][0, 1:5], media[0])
+    assert torch.equal(record["embed"][1, :4], media[1])
+    with pytest.raises(ValueError, match="no vision tower"):
+        K3(K3Config.tiny())(ids, pixel_values=pixels, grid_thws=grids)
+
+
+def test_vision_memory_is_a_sum_of_squares():
+    """8 images of 32 x 32 patches, forward and backward: one mask over all would take 0.8 GB."""
+    model = seeing()
+    pixels, grids = patches([(8, 32, 32)]), [(1, 32, 32)] * 8
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    sum(x.sum() for x in model.encode_media(pixels, grids)).backward()
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2 ** 20
+    assert grown < 0.7, f"{grown:.2f} GB"
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in model.vision_tower.parameters())
+
+
+def test_image_sizes():
+    """The released formula: 65,536 patches, 512 a side."""
+    for size, want in {(1, 1): (1, 1), (13, 4099): (13, 4099), (3584, 3584): (3584, 3584),
+                       (4096, 4096): (3591, 3591), (28672, 224): (7168, 56),
+                       (7919, 7907): (3591, 3585), (10 ** 6, 3): (7168, 1)}.items():
+        assert k3.image_size(*size) == want
+    assert k3.image_prompt(640, 481) == (
+        "<|media_begin|>image 640x481<|media_content|><|media_pad|><|media_end|>")
+
+
+def test_preprocess_pads_with_black_and_cuts_row_by_row():
+    """A 30 x 15 picture is not scaled; it gets 56 x 28 pixels, so a grid of 2 x 4."""
+    picture = np.random.default_rng(0).integers(0, 256, (15, 30, 3), dtype=np.uint8)
+    x, grid = k3.preprocess_image(picture)
+    assert x.shape == (8, 3, 14, 14) and x.dtype == torch.float32 and grid.tolist() == [1, 2, 4]
+    whole = x.view(2, 4, 3, 14, 14).permute(0, 3, 1, 4, 2).reshape(28, 56, 3)
+    np.testing.assert_allclose(whole[:15, :30], picture / 127.5 - 1, atol=1e-6)
+    assert (whole[15:] == -1).all() and (whole[:, 30:] == -1).all()
+    assert k3.preprocess_image(np.zeros((2800, 2800), np.uint8))[1].tolist() == [1, 200, 200]
+
+
+def test_preprocess_reads_what_people_have(tmp_path):
+    """Grey, palette, 16-bit, one pixel, alpha on white (also a colour key), floats, JPEG, wide."""
+    import matplotlib.image as mpl
+    first = lambda x: ((k3.preprocess_image(x)[0][0, :, 0, 0] + 1) * 127.5).round().tolist()
+    clear = np.full((4, 4, 4), (200, 100, 50, 0), np.uint8)
+    assert first(clear) == [255, 255, 255]
+    clear[..., 3] = 51
+    assert first(clear) == [244, 224, 214]
+    assert first(np.full((4, 4), 0.2)) == first(np.full((4, 4, 3), 51 * 257, np.uint16)) == [51] * 3
+    assert first(png(tmp_path / "one.png", 1, 1, b"\0\1\2\3")) == [1, 2, 3]
+    assert first(png(tmp_path / "deep.png", 1, 1, b"\0\x80\x80", colour=0, depth=16)) == [128] * 3
+    assert first(png(tmp_path / "map.png", 1, 1, b"\0\0", colour=3, PLTE=b"\4\5\6")) == [4, 5, 6]
+    key = png(tmp_path / "key.png", 1, 1, b"\0\1\2\3", tRNS=b"\0\1\0\2\0\3")
+    assert first(key) == [255] * 3
+    mpl.imsave(tmp_path / "a.jpg", np.full((20, 9000, 3), 90, np.uint8))
+    (tmp_path / "a.jpg").rename(tmp_path / "a.png")                    # the content decides
+    assert first(str(tmp_path / "a.png")) == [90] * 3
+    assert k3.preprocess_image(tmp_path / "a.png")[1].tolist() == [1, 2, 512]
+
+
+def test_preprocess_refuses(tmp_path):
+    """No picture, half of one, a bomb, an absent file: the name is said. Arrays of other kinds."""
+    noise = np.random.default_rng(0).integers(0, 256, (64, 193), dtype=np.uint8)
+    noise[:, 0] = 0                                                    # the rows' filter
+    good = png(tmp_path / "good.png", 64, 64, noise.tobytes())
+    assert k3.preprocess_image(good)[1].tolist() == [1, 6, 6]
+    (tmp_path / "cut.png").write_bytes(good.read_bytes()[:4000])
+    (tmp_path / "text.png").write_text("hello")
+    (tmp_path / "empty.jpg").write_bytes(b"")
+    png(tmp_path / "bomb.png", 10_000, 10_000, bytes(1000))
+    png(tmp_path / "large.png", 60_000, 60_000, bytes(1000))
+    for name in ("cut.png", "text.png", "empty.jpg", "bomb.png", "large.png", "absent.png", "."):
+        with pytest.raises(ValueError, match=f"cannot read .*{name} as an image"):
+            k3.preprocess_image(tmp_path / name)
+    for array in (np.zeros((4, 4, 2), np.uint8), np.zeros((0, 4)), np.full((4, 4), 2.0), None,
+                  np.full((4, 4), np.nan), np.zeros((4, 4), int), np.zeros(4), -np.ones((4, 4))):
+        with pytest.raises(ValueError, match="image array"):
+            k3.preprocess_image(array)
+
+
+# ---- text
+
+MERGES = ["th", "the", " the", "on't", "don't", "世界", "世", "界", "abc", "us", "er", "user",
+          "  ", "    ", " ro", "le", " role", '="']
+NAMED = {0: "[BOS]", 1: "[EOS]", 2: "<|end_of_msg|>", 3: "<|open|>", 4: "<|close|>", 5: "<|sep|>",
+         18: "<|media_begin|>", 19: "<|media_content|>", 20: "<|media_end|>", 21: "<|media_pad|>",
+         254: "[UNK]", 255: "[PAD]"}
+
+
+def released_layout(folder, tokens, named=NAMED):
+    """A rank file and a config as the release lays them out."""
+    lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
+    (folder / "tiktoken.model").write_bytes(b"".join(lines))
+    table = {len(tokens) + i: {"content": name, "special": True} for i, name in named.items()}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": table}))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tokens = [bytes([b]) for b in reversed(range(256))]
+    return released_layout(tmp_path, tokens + [m.encode() for m in MERGES])
+
+
+@pytest.fixture
+def tok(folder):
+    return k3.load_tokenizer(folder)
+
+
+def test_text_never_becomes_control_tokens(tok):
+    """Written-out control names are ordinary ids and come back as text; ours map to one id."""
+    for name in tok.special:
+        ids = tok.encode(name)
+        assert len(ids) > 1 and max(ids) < 256 + len(MERGES) and tok.decode(ids) == name
+        assert tok.encode(name, control=True) == [tok.special[name]]
+
+
+@pytest.mark.parametrize("text", [" " * 50_001, "a" * 50_001, " " * 10 ** 6, "", "ab " * 140_000,
+                                  "x" * 25_000 + "\n" * 25_000, "\u3000" * 60_000 + "b"])
+def test_long_texts_are_cut(tok, text):
+    """At 400,000 characters and inside runs over 25,000, losing nothing."""
+    pieces = list(k3.cut_text(text))
+    assert "".join(pieces) == text == tok.decode(tok.encode(text))
+    assert all(len(piece) <= 400_000 for piece in pieces)
+    if text == " " * 50_001:
+        assert [len(piece) for piece in pieces] == [25_000, 25_000, 1]
+
+
+@pytest.mark.parametrize("text, pieces", [
+    ("abc世界", ["abc", "世界"]), ("世界abc", ["世界", "abc"]), ("don't世", ["don't", "世"]),
+    ("the  the1234", ["the", " ", " the", "1", "2", "3", "4"])])
+def test_split_keeps_han_apart(tok, text, pieces):
+    """The pattern's set intersections: Han runs are pieces of their own and no letter is lost."""
+    assert [tok.decode([i]) for i in tok.encode(text)] == pieces
+
+
+def test_stream_yields_whole_characters(tok):
+    """Bytes of an unfinished character wait; the end gives what is left; unknown ids are errors."""
+    ids = tok.encode("a😀é世界")
+    assert list(tok.stream(ids)) == ["a", "😀", "é", "世界"]
+    assert list(tok.stream(ids[:3])) == ["a", "\ufffd"] and tok.decode(ids[:3]) == "a\ufffd"
+    for i in (-1, 256 + len(MERGES) + 256, 2 ** 70):
+        with pytest.raises(ValueError, match=f"token id {i} "):
+            tok.decode([i])
+
+
+def test_released_ids(tmp_path):
+    """163,584 ranks and 256 control ids make 163,840; the unnamed are reserved."""
+    tokens = [bytes([b]) for b in range(256)] + [n.to_bytes(3, "big") for n in range(163_584 - 256)]
+    tok = k3.load_tokenizer(released_layout(tmp_path, tokens))
+    assert [tok.special[name] for name in (*k3.CONTROL[:3], "<|media_pad|>", "[PAD]")] == [
+        163584, 163585, 163586, 163605, 163839]
+    assert tok.bpe.n_vocab == 163_840 and tok.decode([163_700]) == "<|reserved_token_163700|>"
+    assert tok.stop == {163585, 163586}
+
+
+@pytest.mark.parametrize("damage", ["gap", "rank twice", "token twice", "short", "long", "no byte",
+                                    "junk", "empty"])
+def test_damaged_ranks_are_refused(folder, damage):
+    """Gaps, repeats, another count, a byte without rank: an error naming the file."""
+    path = folder / "tiktoken.model"
+    lines = path.read_bytes().splitlines(keepends=True)
+    merge = lambda rank: base64.b64encode(b"zz") + b" %d\n" % rank
+    damaged = {"gap": lines[:-1] + [merge(len(lines))], "rank twice": lines[:-1] + [merge(3)],
+               "token twice": lines[:-1] + [lines[0].split()[0] + b" %d\n" % (len(lines) - 1)],
+               "short": lines[:-1], "long": lines + [merge(len(lines))], "empty": [],
+               "no byte": [merge(0)] + lines[1:], "junk": lines[:-1] + [b"%%% 1\n"]}
+    path.write_bytes(b"".join(damaged[damage]))
+    with pytest.raises(k3.CheckpointError, match="tiktoken.model"):
+        k3.load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("config", [
+    "", "[]", "{}", '{"added_tokens_decoder": {}}', '{"added_tokens_decoder": []}',
+    *('{"added_tokens_decoder": %s}' % json.dumps(table) for table in (
+        {"x": {"content": "a"}}, {"300": "a"}, {"300": {}}, {"300": {"content": 1}},
+        {"-1": {"content": "a"}}, {"300": {"content": "a"}, "301": {"content": "a"}},
+        {"300": {"content": ""}}, {"300": {"content": ["a"]}},
+        {"300": {"content": "a"}, str(10 ** 12): {"content": "b"}}))])
+def test_damaged_tokenizer_config_is_refused(folder, config):
+    """An error naming the file, and no table as large as an id in it."""
+    (folder / "tokenizer_config.json").write_text(config)
+    with pytest.raises(k3.CheckpointError, match="tokenizer_config.json"):
+        k3.load_tokenizer(folder)
+
+
+def test_byte_tokenizer(tmp_path):
+    """The toy's tokenizer: bytes are ids, control ids follow, and the same loader opens it."""
+    k3.save_byte_tokenizer(tmp_path / "toy")
+    tok = k3.load_tokenizer(tmp_path / "toy")
+    assert tok.encode("é<|open|>") == list("é<|open|>".encode())
+    assert [tok.special[name] for name in k3.CONTROL] == list(range(256, 256 + len(k3.CONTROL)))
+
+
+def pieces(tok, *parts):
+    """Parts encoded one by one; those marked with a star are control ids."""
+    return [i for part in parts for i in tok.encode(part.rstrip("*"), control=part.endswith("*"))]
+
+
+def test_chat_framing(tok):
+    """Every piece by itself, text as text, attributes escaped, the answer's channel left open."""
+    message = lambda role: ["<|open|>*", "message", " role", '="', role, '"', "<|sep|>*"]
+    think, response = (["<|open|>*", name, "<|sep|>*"] for name in ("think", "response"))
+    shut = lambda name: ["<|close|>*", name, "<|sep|>*"]
+    end = [*shut("message"), "<|end_of_msg|>*"]
+    talk = [{"role": "user", "content": "Hello <|sep|>"},
+            {"role": "assistant", "content": "Hi", "reasoning_content": "Hm"},
+            {"role": 'a"&', "content": ""}]
+    user, odd = [*message("user"), "Hello <|sep|>", *end], [*message("a&quot;&amp;"), *end]
+    hi, ask = [*response, "Hi", *shut("response"), *end], message("assistant")
+    assert k3.chat_prompt(tok, talk) == pieces(
+        tok, *user, *ask, *think, "Hm", *shut("think"), *hi, *odd, *ask, *think)
+    assert k3.chat_prompt(tok, talk, thinking=False) == pieces(
+        tok, *user, *ask, *hi, *odd, *ask, *response)
+    picture = k3.chat_prompt(tok, [{"role": "user", "content": [(640, 481), "What?"]}])
+    assert picture == pieces(tok, *message("user"), "<|media_begin|>*", "image 640x481",
+                             "<|media_content|>*", "<|media_pad|>*", "<|media_end|>*", "What?",
+                             *end, *ask, *think)
+
+
+def test_reply_starts_inside_the_open_channel(tok):
+    """The prompt opened it; tags are not text; written-out tags are; the end token stops."""
+    ids = pieces(tok, "Hm <|close|>", "<|close|>*", "think", "<|sep|>*", "<|open|>*", "response",
+                 "<|sep|>*", "Hi", "<|close|>*", "response", "<|sep|>*", "<|close|>*", "message",
+                 "<|sep|>*", "<|end_of_msg|>*", "more")
+    def texts(ids, thinking):
+        parts = {"think": [], "response": []}
+        for channel, i in k3.chat_reply(tok, ids, thinking):
+            parts[channel].append(i)
+        return tuple(map(tok.decode, parts.values()))
+    assert texts(ids, True) == ("Hm <|close|>", "Hi")
+    assert texts(pieces(tok, "Hi", "<|close|>*", "response", "<|sep|>*"), False) == ("", "Hi")
+    assert texts(pieces(tok, "Hm"), True) == ("Hm", "")
