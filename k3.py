@@ -2343,7 +2343,8 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
             began, read, before, note = time.time(), checkpoint.bytes_read, [*blocks, s], {}
             layer = model.layer(i)
             s, blocks = layer(s, blocks, None, None, note, (forced or {}).get(f"layers.{i}.topk_idx"))
-            record.update({f"layers.{i}.{name}": note[name] for name in RECORDED if name in note})
+            note = {name: note[name] for name in (*RECORDED, "gap") if name in note}
+            record.update({f"layers.{i}.{name}": x for name, x in note.items() if name in RECORDED})
             watch(i, note, layer_line(i, layer, before, blocks, note, checkpoint.bytes_read - read, time.time() - began))
         if B < n:
             return s
@@ -2779,6 +2780,13 @@ def layer_range(text):
     return (int(match[1]), int(match[2])) if match[1] else (int(match[3]), int(match[3]) + 1)
 
 
+def device(text):
+    try:
+        return torch.empty(0, device=text).device
+    except (RuntimeError, AssertionError) as e:          # unknown, or this build or machine lacks it
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used ({str(e).splitlines()[0]})") from None
+
+
 class OneLine(argparse.ArgumentParser):
     def error(self, message):
         self.exit(2, f"{self.prog}: {message}\n")
@@ -2800,7 +2808,7 @@ def build_parser():
     def running(sub):
         common(sub)
         sub.add_argument("--image", action="append", metavar="F", help="a picture before the text; may be repeated")
-        sub.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+        sub.add_argument("--device", type=device, default="cpu", help="cpu, cuda, cuda:1, ...")
         sub.add_argument("--dtype", choices=DTYPE_BY_NAME, default="float32", help="of activations")
         sub.add_argument("--kernel", choices=["plain", "fast"], default="plain", help="definitions, or kernels.py")
 

@@ -7,6 +7,7 @@ import base64
 import json
 import math
 import resource
+import shutil
 import struct
 import zlib
 
@@ -911,3 +912,256 @@ def test_reply_starts_inside_the_open_channel(tok):
     assert texts(ids, True) == ("Hm <|close|>", "Hi")
     assert texts(pieces(tok, "Hi", "<|close|>*", "response", "<|sep|>*"), False) == ("", "Hi")
     assert texts(pieces(tok, "Hm"), True) == ("Hm", "")
+
+
+# ---- the released layout and the commands
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    """A tiny vision-language model in the released layout, with the byte tokenizer beside it."""
+    folder, model = tmp_path_factory.mktemp("k3") / "tiny", tiny(vt_num_hidden_layers=1, vocab_size=512)
+    k3.save_checkpoint(model, folder)
+    k3.save_byte_tokenizer(folder)
+    return folder, k3.load_model(folder)
+
+
+def run(capsys, *words):
+    """The command line's exit status, stdout and stderr."""
+    try:
+        status = k3.main([str(w) for w in words])
+    except SystemExit as e:                           # argparse's way out
+        status = e.code
+    out, err = capsys.readouterr()
+    assert status != 2 or (err.count("\n") == 1 and "Traceback" not in err), err
+    return status, out, err
+
+
+def test_params_are_the_released_counts(capsys):
+    """Every count that the release fixes, to the last digit."""
+    table = json.loads(run(capsys, "params", "--json")[1])
+    assert table == {**table, "gated_MLA": 232196096, "KDA": 443740416, "latent_MoE": 29784936832, "each_AttnRes_mix": 14336,
+                     "each_layer_RMSNorm": 7168, "MLA_MoE_layer": 30017175936, "MLA_MoE_layers_24": 720412222464,
+                     "KDA_MoE_layers_68": 2055552977408, "KDA_dense_layer": 1170446592, "text_model": 2779484478208,
+                     "vision_tower": 401214464, "mm_projector": 46144512, "everything": 2779931837184,
+                     "active_per_token": 104189614848, "bytes_on_disk": 1560860324864,
+                     "cache_bytes_per_token": 24 * 576 * 2}
+    assert len(list(k3.inventory(K3Config()))) == 497220
+
+
+def test_inventory_shapes_of_the_release():
+    """facts.md's table where a wrong axis would hide: packed widths, padded A_log, shards."""
+    found = {name: rest for name, *rest in k3.inventory(K3Config())}
+    prefix = "language_model.model.layers.12."
+    assert found[prefix + "self_attn.A_log"][:3] == [(128,), "F32", 13]
+    assert found[prefix + "self_attn.q_conv1d.weight"][:2] == [(12288, 1, 4), "F32"]
+    assert found[prefix + "block_sparse_moe.experts.895.w2.weight_packed"][:2] == [(3584, 1536), "U8"]
+    assert found[prefix + "block_sparse_moe.experts.7.w1.weight_scale"][:2] == [(3072, 112), "U8"]
+    assert found["language_model.model.layers.3.self_attn.kv_b_proj.weight"][:2] == [(96 * 256, 512), "BF16"]
+    assert [found[n][2] for n in ("language_model.lm_head.weight", "mm_projector.post_norm.weight",
+                                  "vision_tower.patch_embed.pos_emb.weight")] == [94, 95, 96]
+
+
+@pytest.mark.parametrize("experts", ["mxfp4", "bf16"])
+def test_saved_is_loaded(tmp_path, experts):
+    """Stored dtypes are the release's; what was loaded and saved again is equal; verify agrees."""
+    model = tiny(vt_num_hidden_layers=1, num_nextn_predict_layers=1)
+    k3.save_checkpoint(model, tmp_path / "a", experts=experts)
+    once = k3.load_model(tmp_path / "a")
+    k3.save_checkpoint(once, tmp_path / "b", experts=experts)
+    twice = k3.load_model(tmp_path / "b")
+    a, b, c = once.state_dict(), twice.state_dict(), model.state_dict()
+    assert all(torch.equal(a[n], b[n]) for n in a) and once.config == model.config
+    assert all(rel(a[n], c[n]) < (0.13 if ".experts." in n and experts == "mxfp4" else 3e-3) for n in a if c[n].any())
+    checkpoint = k3.Checkpoint(tmp_path / "a")
+    assert checkpoint.verify() == []
+    A_log = checkpoint.tensor("language_model.model.layers.0.self_attn.A_log")
+    assert A_log.shape == (128,) and A_log.dtype == torch.float32 and not A_log[2:].any()
+    with pytest.raises(ValueError, match="experts"):
+        k3.save_checkpoint(model, tmp_path / "a", experts="int8")
+
+
+def change(folder, target, edit, shard=None):
+    """A copy of a checkpoint in which `edit` changes the tensors of one shard, and the index with it."""
+    shutil.copytree(folder, target)
+    index = json.loads((target / k3.INDEX).read_text())
+    for path in sorted(target.glob("model-*.safetensors")):
+        tensors = {n: t.clone() for n, t in k3.read_safetensors(path).items()}
+        edited = edit(dict(tensors))
+        if edited is not None:
+            k3.write_safetensors(path, edited)
+            index["weight_map"] = {n: s for n, s in index["weight_map"].items() if s != path.name}
+            index["weight_map"].update(dict.fromkeys(edited, path.name))
+    (target / k3.INDEX).write_text(json.dumps(index))
+    return target
+
+
+def test_verify_and_load_name_the_tensor(saved, tmp_path, capsys):
+    """A missing, an extra, a misshapen tensor, one of another dtype, padding that is not zero."""
+    name = "language_model.model.layers.2.self_attn."
+    def edit(which):
+        def apply(t):
+            if name + "A_log" not in t:
+                return None
+            if which == "missing":
+                del t[name + "b_proj.weight"]
+            elif which == "extra":
+                t[name + "more.weight"] = torch.zeros(2)
+            elif which == "shape":
+                t[name + "b_proj.weight"] = t[name + "b_proj.weight"].T.contiguous()
+            elif which == "dtype":
+                t[name + "b_proj.weight"] = t[name + "b_proj.weight"].to(torch.float16)
+            else:
+                t[name + "A_log"][2] = 1
+            return t
+        return apply
+    for which, word in (("missing", "b_proj"), ("extra", "more"), ("shape", "b_proj"), ("dtype", "b_proj"), ("padding", "A_log")):
+        folder = change(saved[0], tmp_path / which, edit(which))
+        status, out, _ = run(capsys, "verify", folder)
+        assert (status == 1 and word in out) or which == "padding"
+        if which != "dtype":                          # another float dtype holds the same weights
+            with pytest.raises(k3.CheckpointError, match=word):
+                k3.load_model(folder)
+    assert run(capsys, "verify", saved[0])[0] == 0 and run(capsys, "verify", saved[0], "--index-only")[0] == 0
+
+
+def test_trace_equals_the_model(saved, tmp_path, capsys):
+    """Layer by layer from disk, then layers 2 and 3 alone from a dump: the tensors of the whole model."""
+    folder, model = saved
+    ids, whole, alone = some_ids(2, 9), {}, {}
+    with torch.no_grad():
+        model(ids, record=whole)
+    traced = {}
+    k3.trace(folder, ids, record=traced)
+    assert whole.keys() == traced.keys() and all(rel(traced[n], whole[n]) < 1e-6 for n in whole)
+    s = k3.trace(folder, ids, layers=(2, 4), record=alone, start=whole)
+    close(s, whole["layers.3.prefix_sum"], 1e-6)
+    assert {n.split(".")[1] for n in alone} == {"2", "3"}
+    with pytest.raises(ValueError, match="layers.1.prefix_sum"):
+        k3.trace(folder, ids, layers=(2, 4), start={"embed": whole["embed"]})
+
+
+def test_trace_command(saved, tmp_path, capsys):
+    """--dump, --against, --from; a changed weight is found in its layer and half; a flipped route is said apart."""
+    folder, dump, ids = saved[0], tmp_path / "d.safetensors", ("--ids", "5,6,7,8,9,200,31")
+    assert run(capsys, "trace", folder, *ids, "--dump", dump)[0] == 0
+    status, out, _ = run(capsys, "trace", folder, "--against", dump)
+    assert status == 0 and "all 37 tensors agree" in out
+    assert run(capsys, "trace", folder, "--layers", "3:5", "--from", dump, "--against", dump)[0] == 0
+    name = "language_model.model.layers.2.block_sparse_moe.shared_experts.up_proj.weight"
+    wrong = change(folder, tmp_path / "wrong", lambda t: {**t, name: t[name] * 1.5} if name in t else None)
+    status, out, _ = run(capsys, "trace", wrong, "--against", dump)
+    assert status == 1 and "the first is layers.2.ffn_out" in out
+    tensors = {n: t.clone() for n, t in k3.read_safetensors(dump).items()}
+    idx = tensors["layers.1.topk_idx"]
+    idx[0, 3] = torch.tensor([e for e in range(16) if e not in idx[0, 3]][:4])
+    k3.write_safetensors(tmp_path / "flipped.safetensors", tensors)
+    status, out, _ = run(capsys, "trace", folder, "--against", tmp_path / "flipped.safetensors", "--layers", "0:2")
+    assert status == 1 and "1 of 7 tokens route differently" in out
+    forced = {}
+    k3.trace(folder, [5, 6, 7, 8, 9, 200, 31], layers=(0, 2), record=forced, forced=tensors)
+    assert torch.equal(forced["layers.1.topk_idx"], idx)
+
+
+def test_trace_reads_only_chosen_experts(saved):
+    """At most 2 x 4 of 16 experts a layer for two tokens, and one row of the embedding a token."""
+    checkpoint, lines = k3.Checkpoint(saved[0]), []
+    k3.trace(checkpoint, [[1, 2]], layers=(0, 2), watch=lambda i, note, line: lines.append(line))
+    expert = 3 * (32 * 16 + 32)
+    layer = sum(i.span[1] - i.span[0] for n, i in checkpoint.tensors.items() if ".layers.1." in n and ".experts." not in n)
+    touched = int(lines[2].split("experts ")[1].split("/")[0])
+    assert 4 <= touched <= 8 and f"{(layer + touched * expert) / 1e6:.1f} MB" in lines[2]
+
+
+def test_generate(saved, capsys):
+    """Greedy text is the same from memory and layer by layer; seeds repeat; chat opens a channel; the end token ends."""
+    folder, model = saved
+    words = ("generate", folder, "--prompt", "hello", "--max-new-tokens", "8", "--temperature", "0")
+    _, out, _ = run(capsys, *words)
+    assert run(capsys, *words, "--layers-on-demand")[1] == out and len(out) > 1
+    warm = (*words[:-1], "1.0", "--top-p", "0.9", "--seed", "3")
+    assert run(capsys, *warm)[1] == run(capsys, *warm)[1]
+    assert run(capsys, *words, "--chat", "--system", "be brief")[0] == 0
+    ids = list(k3.generate_ids(model, [1, 2, 3], 12))
+    with torch.no_grad():
+        whole = model(torch.tensor([[1, 2, 3, *ids]]))[0, 2:-1].argmax(-1).tolist()
+    assert ids == whole and len(ids) == 12
+    assert list(k3.generate_ids(model, [1, 2, 3], 12, stop={ids[4]})) == ids[:ids.index(ids[4])]
+
+
+def test_sampling():
+    """Temperature 0 is the largest; top-p keeps the fewest tokens that reach it."""
+    logits, g = torch.tensor([.5, .3, .15, .05]).log(), torch.Generator().manual_seed(0)
+    drawn = lambda t, p: {k3.sample(logits, t, p, g) for _ in range(200)}
+    assert drawn(0, 1.0) == {0} and drawn(1.0, 0.5) == {0} and drawn(1.0, 0.51) == {0, 1} and drawn(1.0, 1.0) == {0, 1, 2, 3}
+
+
+def test_pictures_in_the_commands(saved, tmp_path, capsys):
+    """--image puts the placeholder's block before the text, in trace and in generate, streamed or not."""
+    picture = png(tmp_path / "p.png", 1, 1, b"\0\1\2\3")
+    record = tmp_path / "d.safetensors"
+    assert run(capsys, "trace", saved[0], "--text", "hi", "--image", picture, "--dump", record)[0] == 0
+    embed = k3.read_safetensors(record)["embed"]
+    prompt = len("image 1x1") + 3 + 1 + 2             # three control tokens, one 2 x 2 group of patches, "hi"
+    assert embed.shape == (1, prompt, 64)
+    words = ("generate", saved[0], "--prompt", "hi", "--image", picture, "--max-new-tokens", "3", "--temperature", "0")
+    assert run(capsys, *words)[1] == run(capsys, *words, "--layers-on-demand")[1]
+    status, _, err = run(capsys, "trace", saved[0], "--ids", "1,2", "--image", picture)
+    assert status == 2 and "0 media placeholders" in err
+
+
+@pytest.mark.parametrize("words, said", [
+    (("trace", "{}", "--ids", "1,x"), "1,x"), (("trace", "{}", "--ids", ""), "expected whole numbers"),
+    (("trace", "{}", "--text", ""), "empty"), (("trace", "{}"), "--text or --ids"), (("trace", "{}", "--ids", "9999"), "9999"),
+    (("trace", "{}", "--ids", "1", "--layers", "3:9"), "layers 3:9"), (("trace", "{}", "--ids", "1", "--layers", "a"), "A:B"),
+    (("trace", "{}", "--ids", "1", "--layers", "2:3"), "layers.1.prefix_sum"), (("trace", "{}", "--ids", "1", "--against", "/no"), "/no"),
+    (("trace", "{}", "--ids", "1", "--force-routing"), "--against"), (("trace", "{}", "--ids", "1", "--image", "/no"), "/no"),
+    (("trace", "{}", "--ids", "1", "--dump", "/no/where"), "/no/where"), (("generate", "{}", "--prompt", ""), "empty"),
+    (("generate", "{}", "--prompt", "a", "--top-p", "0"), "top-p"), (("generate", "{}", "--prompt", "a", "--temperature", "-1"), "temperature"),
+    (("trace", "/no/folder", "--ids", "1"), "/no/folder"), (("verify", "/no/folder"), "/no/folder"), (("params", "--config", "/no"), "/no"),
+    (("generate", "{}"), "--prompt"), (("dance",), "dance"), ((), "command"), (("trace", "{}", "--ids", "1", "--device", "tpu9"), "tpu9")],
+    ids=str)
+def test_commands_refuse_in_one_sentence(saved, capsys, words, said):
+    """Bad input of any kind: exit status 2, one line, no traceback."""
+    status, _, err = run(capsys, *(w.format(saved[0]) for w in words))
+    assert status == 2 and said in err
+
+
+def test_development_checkpoint(tmp_path, capsys):
+    """Kimi-K3-0.40B's layout: one file, F32, `model.` names, softplus decay, few config keys; and its MXFP4 twin."""
+    text = {"attn_res_block_size": 4, "bos_token_id": 1, "eos_token_id": 2, "first_k_dense_replace": 1, "head_dim": 74,
+            "hidden_act": "situ", "hidden_size": 64, "initializer_range": 0.02, "intermediate_size": 128, "kv_lora_rank": 32,
+            "latent_moe_use_norm": True, "linear_attn_config": {"full_attn_layers": [4, 8], "head_dim": 32,
+            "kda_layers": [1, 2, 3, 5, 6, 7], "num_heads": 2, "short_conv_kernel_size": 4, "use_full_rank_gate": True},
+            "max_position_embeddings": 4096, "mla_use_nope": True, "mla_use_output_gate": True, "model_type": "kimi_linear",
+            "moe_intermediate_size": 32, "moe_layer_freq": 1, "moe_renormalize": True, "moe_router_activation_func": "sigmoid",
+            "num_attention_heads": 2, "num_expert_group": 1, "num_experts": 8, "num_experts_per_token": 2, "num_hidden_layers": 8,
+            "num_key_value_heads": 2, "num_nextn_predict_layers": 0, "num_shared_experts": 1, "pad_token_id": 0,
+            "q_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "rms_norm_eps": 1e-05,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "rope_theta": 10000.0,
+            "routed_expert_hidden_size": 32, "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1,
+            "topk_method": "noaux_tc", "use_cache": True, "use_grouped_topk": True, "v_head_dim": 32, "vocab_size": 512}
+    file = {"architectures": ["KimiK3ForConditionalGeneration"], "dtype": "float32", "model_type": "kimi_k3",
+            "pad_token_id": 0, "text_config": text}
+    config = K3Config.from_json(file)
+    assert config.gate_lower_bound is None and config.activation_situ_beta == 4.0 and config.vt_num_hidden_layers == 0
+    model, prints = K3(config).eval(), []
+    for experts in ("bf16", "mxfp4"):                 # "bf16": plain experts, in the config's own dtype
+        folder = tmp_path / experts
+        folder.mkdir()
+        tensors, entries = {}, model.state_dict()
+        for name, shape, dtype, _, source, e in k3.inventory(config, experts):
+            t = entries[source] if e is None else entries[source][e]
+            if name.endswith("_packed"):
+                tensors[name], tensors[name[:-6] + "scale"] = k3.mxfp4_encode(t)
+            elif not name.endswith("_scale"):
+                tensors[name] = F.pad(t, (0, 126)) if name.endswith("A_log") else t
+        tensors = {n.removeprefix("language_model."): t for n, t in tensors.items()}
+        k3.write_safetensors(folder / "model.safetensors", tensors)
+        (folder / "config.json").write_text(json.dumps(file))
+        k3.save_byte_tokenizer(folder)
+        assert run(capsys, "verify", folder)[0] == 0
+        assert run(capsys, "trace", folder, "--text", "ab")[0] == 0
+        prints.append(run(capsys, "generate", folder, "--prompt", "ab", "--max-new-tokens", "4", "--temperature", "0")[1])
+        loaded = k3.load_model(folder).state_dict()
+        assert experts == "mxfp4" or all(torch.equal(loaded[n], entries[n]) for n in entries)
+    assert all(prints)
