@@ -31,6 +31,7 @@ import base64
 import codecs
 import copy
 import dataclasses
+import gc
 import gzip
 import hashlib
 import http.client
@@ -39,6 +40,7 @@ import math
 import mmap
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -1493,12 +1495,12 @@ def mxfp4_decode(packed, scale, dtype=torch.float32):
     if packed.shape[:-1] != scale.shape[:-1] or packed.shape[-1] != 16 * scale.shape[-1]:
         raise ValueError(f"MXFP4 codes {list(packed.shape)} do not fit scales {list(scale.shape)}:"
                          f" each scale serves 32 inputs, that is 16 bytes")
-    # A power of two times a 2-bit number is exact in bf16 as well, subnormals included.
-    work = dtype if dtype in (torch.float64, torch.bfloat16) else torch.float32
-    pairs = FP4_PAIRS.to(packed.device, work)
-    scales = FP4_SCALES.to(packed.device, work)[scale.int()]                 # (..., n/32)
-    values = pairs.index_select(0, packed.reshape(-1).int()).view(*scale.shape, 32)
-    return values.mul_(scales.unsqueeze(-1)).flatten(-2).to(dtype)
+    # A power of two times a 2-bit number is exact in bf16, subnormals included; only float64 reaches further.
+    work, unit = (torch.float64, torch.complex128) if dtype == torch.float64 else (torch.bfloat16, torch.int32)
+    pairs = FP4_PAIRS.to(packed.device, work).view(unit).flatten()      # both values of a byte moved as one
+    values = pairs.index_select(0, packed.flatten().int()).view(work).view(*scale.shape, 32)
+    scales = FP4_SCALES.to(packed.device, work).index_select(0, scale.flatten().int())
+    return values.mul_(scales.view(*scale.shape, 1)).flatten(-2).to(dtype)
 
 
 def mxfp4_encode(weight):
@@ -1518,13 +1520,11 @@ def mxfp4_encode(weight):
     if not mantissa.isfinite().all() or (exponent > 254).any():
         raise ValueError("MXFP4 cannot hold NaN, infinity or values beyond 6 * 2^127")
     scale = exponent.clamp_(min=0).to(torch.uint8)
-    # A tie between codes c and c+1 must go to the even one: the edge above an odd c is inclusive.
-    edges = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=work, device=weight.device)
-    edges[1::2] = torch.nextafter(edges[1::2], edges.new_zeros(()))
-    scaled = blocks / FP4_SCALES.to(weight.device, work)[scale.int()].unsqueeze(-1)
-    codes = torch.bucketize(scaled.abs(), edges, out_int32=True).to(torch.uint8)
-    codes |= scaled.signbit().to(torch.uint8) << 3
-    codes = codes.flatten(-2)
+    a = blocks.div(FP4_SCALES.to(weight.device, work)[scale.int()].unsqueeze(-1)).abs_()
+    # Codes lie 0.5 apart below 2, then 1, then 2 apart from 4 on. Rounding is to even, so ties are.
+    codes = torch.minimum((2 * a).round_(), a.round().add_(2))
+    codes = torch.minimum(codes, a.div_(2).round_().add_(4)).to(torch.uint8)
+    codes = (codes | blocks.signbit().to(torch.uint8) << 3).flatten(-2)
     return codes[..., 0::2] | codes[..., 1::2] << 4, scale
 
 
@@ -1655,14 +1655,13 @@ class Folder:
         self.path = path
 
     def whole(self, name):
-        """All bytes of a small file, None if it is absent; an index may be gzipped."""
-        path, opener = os.path.join(self.path, name), open
-        if name == INDEX and not os.path.exists(path):
-            path, opener = path + ".gz", gzip.open
-        if not os.path.isfile(path):
+        """All bytes of a small file, None if it is absent; NAME.gz will do as well."""
+        paths = [os.path.join(self.path, name + end) for end in ("", ".gz")]
+        path = next(filter(os.path.isfile, paths), None)
+        if path is None:
             return None
         try:
-            with opener(path, "rb") as file:
+            with (open if path == paths[0] else gzip.open)(path, "rb") as file:
                 raw = file.read(MAX_JSON + 1)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise CheckpointError(f"{path}: damaged gzip ({error})") from None
@@ -1767,7 +1766,8 @@ class Web:
 
     def _get(self, file, start=0, end=None):
         """Bytes start to end of a file, or all of it; None if there is no such file."""
-        for wait in range(self.TRIES):
+        for failed in range(self.TRIES):
+            time.sleep(self.PAUSE * 2 ** failed if failed else 0)
             try:
                 return self._ask(f"{self.base}/{file}", file, start, end)
             except (OSError, http.client.HTTPException) as error:
@@ -1776,16 +1776,15 @@ class Web:
                 return None
             if status < 500 and status not in (408, 429):
                 break
-            time.sleep(self.PAUSE * 2 ** wait)
         raise CheckpointError(f"{self.base}/{file}: {problem}")
 
     def _ask(self, url, file, start, end):
-        most = MAX_JSON if end is None else end - start
-        request = urllib.request.Request(url)
+        request, most = urllib.request.Request(url), MAX_JSON
         if token := os.environ.get("HF_TOKEN", "").strip():
             request.add_unredirected_header("Authorization", f"Bearer {token}")
         if end is not None:
             request.add_header("Range", f"bytes={start}-{end - 1}")
+            most = end - start
         with self.open(request, timeout=self.TIMEOUT) as answer:
             if end is not None:
                 self._check_range(url, file, f"bytes {start}-{end - 1}", answer)
@@ -1799,13 +1798,13 @@ class Web:
         return body
 
     def _check_range(self, url, file, wanted, answer):
-        found = answer.headers.get("Content-Range", "")
         if answer.status != 206:
             raise CheckpointError(f"{url}: asked for {wanted}, but the server ignores byte ranges")
-        match = re.fullmatch(r"(bytes \d+-\d+)/(\d{1,18})", found, re.A)
-        if not match or match[1] != wanted:
+        found = answer.headers.get("Content-Range", "")
+        size = found.removeprefix(f"{wanted}/")
+        if size == found or not re.fullmatch(r"[0-9]{1,18}", size):
             raise CheckpointError(f"{url}: asked for {wanted}, got {show(found)}")
-        version = int(match[2]), answer.headers.get("ETag", "")
+        version = int(size), answer.headers.get("ETag", "")
         if self.versions.setdefault(file, version) != version:
             raise CheckpointError(f"{url}: the file changed while it was being read")
 
@@ -1820,6 +1819,10 @@ class Web:
             return data if len(data) == part[2] - part[1] else None
 
 
+def files_of(place, cache=None):
+    return Web(place, cache) if re.match(r"https?://", str(place)) else Folder(place)
+
+
 class Checkpoint:
     """Tensors of a folder or an http(s) base URL, by name, none read before it is asked for.
 
@@ -1831,8 +1834,7 @@ class Checkpoint:
 
     def __init__(self, path_or_url, cache=None, index_only=False):
         self.place = str(path_or_url).rstrip("/") or "/"
-        web = re.match(r"https?://", self.place)
-        self.files = Web(self.place, cache) if web else Folder(self.place)
+        self.files = files_of(self.place, cache)
         self.bytes_read, self.total_size, self._config, self._infos = 0, None, None, {}
         raw = self.files.whole(INDEX)
         self._promised = {SINGLE: None} if raw is None else {}      # shard -> names it must hold
@@ -1919,7 +1921,13 @@ class Checkpoint:
     @property
     def tensors(self):
         """name -> TensorInfo of every tensor; reads all headers."""
-        self._load(list(self._unread))
+        collecting = gc.isenabled()
+        gc.disable()        # half a million records without a cycle: it would take half the time
+        try:
+            self._load(list(self._unread))
+        finally:
+            if collecting:
+                gc.enable()
         return self._infos
 
     def info(self, name):
@@ -2064,24 +2072,24 @@ def write_checkpoint(folder, shards, config, files=None):
     starts by undoing the first. Returns the bytes of all tensors.
     Refused: a folder that holds anything but a checkpoint, for it would be lost.
     """
-    folder, files = os.path.abspath(folder), {CONFIG: json.dumps(config, indent=2).encode(),
-                                              **(files or {})}
+    folder = os.path.realpath(folder)
+    files = {CONFIG: json.dumps(config, indent=2).encode(), **(files or {})}
     new, old = folder + ".partial", folder + ".old"
     if os.path.isdir(old) and not os.path.exists(folder):
         os.rename(old, folder)
-    replaceable(folder, files)
-    remove(new, files)
-    remove(old, files)
+    for place in folder, new, old:
+        refuse_strangers(place, files)
+    for place in new, old:
+        shutil.rmtree(place, ignore_errors=True)
     os.makedirs(new)
     try:
         total = write_files(new, shards, files)
         if os.path.isdir(folder):
             os.rename(folder, old)
         os.rename(new, folder)
-    except BaseException:
-        remove(new, files)
-        raise
-    remove(old, files)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
     return total
 
 
@@ -2103,22 +2111,13 @@ def write_files(folder, shards, files):
     return total
 
 
-def replaceable(folder, files):
-    """Names in a folder, all of which a save may delete: those that a checkpoint consists of."""
-    names = os.listdir(folder) if os.path.lexists(folder) else []
-    for name in names:
+def refuse_strangers(folder, files):
+    """A folder is replaced only if it holds nothing but what a checkpoint consists of."""
+    for name in os.listdir(folder) if os.path.exists(folder) else []:
         plain = re.sub(r"\.\d+-\d+\.tmp$", "", name)           # what a killed save left
-        if not (re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", plain)
-                or plain in files or plain == INDEX):
+        if plain not in (INDEX, *TOKENIZER, *files) and not re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors",
+                                                             plain):
             raise CheckpointError(f"{folder}: not replaced, since it also holds {show(name)}")
-    return names
-
-
-def remove(folder, files):
-    for name in replaceable(folder, files):
-        os.remove(os.path.join(folder, name))
-    if os.path.isdir(folder):
-        os.rmdir(folder)
 
 # ---- The released layout ---------------------------------------------------------------------------------------------
 
@@ -2384,6 +2383,7 @@ def resume(tensors, A, S):
 
 # ---- Text: tokenizer and chat framing ------------------------------------------------------------
 
+TOKENIZER = ("tiktoken.model", "tokenizer_config.json")
 NUM_SPECIAL = 256                  # control ids, after the ranks; those without a name are reserved
 CUT, CUT_RUN = 400_000, 25_000     # characters; the matcher fails on longer texts and runs
 CONTROL = ("[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>",
@@ -2453,34 +2453,35 @@ class Tokenizer:
             yield text
 
 
-def read_ranks(path, count):
+def read_ranks(raw, count, where):
     """tiktoken.model, lines of a base64 token and its rank, as token -> rank; all below count."""
-    ranks, lines = {}, 0
-    with open(path, "rb") as f:
-        for lines, line in enumerate(f, 1):
-            try:
-                token, rank = line.split()
-                ranks[base64.b64decode(token, validate=True)] = int(rank)
-            except ValueError:
-                raise CheckpointError(f"{path}: line {lines} is not a base64 token and its rank"
-                                      ) from None
-    if lines != count or len(ranks) != count or set(ranks.values()) != set(range(count)):
-        raise CheckpointError(f"{path}: expected ranks 0 to {count - 1}, each once, found {lines} "
+    ranks, lines = {}, raw.splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError:
+            raise CheckpointError(f"{where}: line {number} is not a base64 token and its rank") from None
+    if not len(lines) == len(ranks) == count or set(ranks.values()) != set(range(count)):
+        raise CheckpointError(f"{where}: expected ranks 0 to {count - 1}, each once, found {len(lines)} "
                               f"lines of {len(ranks)} tokens and {len(set(ranks.values()))} ranks")
     if not all(bytes([b]) in ranks for b in range(256)):
-        raise CheckpointError(f"{path}: some single bytes have no rank, so not every text has ids")
+        raise CheckpointError(f"{where}: some single bytes have no rank, so not every text has ids")
     return ranks
 
 
-def load_tokenizer(folder):
-    """The tokenizer of a checkpoint's tiktoken.model and tokenizer_config.json.
+def load_tokenizer(place):
+    """The tokenizer of a checkpoint (folder, URL or Checkpoint): its tiktoken.model and tokenizer_config.json.
 
     The lowest special id says how many ranks there must be. Raises CheckpointError, naming the
     file, if they are not exactly that many, or a special id or name is out of place."""
-    path = os.path.join(folder, "tokenizer_config.json")
+    files = place.files if isinstance(place, Checkpoint) else files_of(place)
+    raw, path = [files.whole(name) for name in TOKENIZER], TOKENIZER[1]
+    if None in raw:
+        raise CheckpointError(f"{place.place if isinstance(place, Checkpoint) else place}: there is no "
+                              f"{TOKENIZER[raw.index(None)]}")
     try:
-        with open(path, encoding="utf-8") as f:
-            table = json.load(f)["added_tokens_decoder"]
+        table = parse_json(raw[1], path)["added_tokens_decoder"]
         names = {int(i): entry["content"] for i, entry in table.items()}
         first = min(names)
         ids = range(first, first + NUM_SPECIAL)
@@ -2491,17 +2492,21 @@ def load_tokenizer(folder):
             isinstance(name, str) and name for name in special):
         raise CheckpointError(f"{path}: special tokens must have names of their own and ids within "
                               f"{NUM_SPECIAL} of the lowest, {first}, which is at least 256")
-    return Tokenizer(read_ranks(os.path.join(folder, "tiktoken.model"), first), special)
+    return Tokenizer(read_ranks(raw[0], first, TOKENIZER[0]), special)
+
+
+def byte_tokenizer(names=CONTROL):
+    """The two files of a tokenizer with bytes as ids 0 to 255, then names as control ids: name -> bytes."""
+    table = {str(i): {"content": name, "special": True} for i, name in enumerate(names, 256)}
+    ranks = "".join(f"{base64.b64encode(bytes([b])).decode()} {b}\n" for b in range(256))
+    return dict(zip(TOKENIZER, (ranks.encode(), json.dumps({"added_tokens_decoder": table}, indent=1).encode())))
 
 
 def save_byte_tokenizer(folder, names=CONTROL):
-    """Bytes as ids 0 to 255, then names as control ids from 256 on, for load_tokenizer to open."""
     os.makedirs(folder, exist_ok=True)
-    table = {str(i): {"content": name, "special": True} for i, name in enumerate(names, 256)}
-    with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as f:
-        json.dump({"added_tokens_decoder": table}, f, indent=1)
-    with open(os.path.join(folder, "tiktoken.model"), "w", encoding="ascii") as f:
-        f.writelines(f"{base64.b64encode(bytes([b])).decode()} {b}\n" for b in range(256))
+    for name, raw in byte_tokenizer(names).items():
+        with replacing(os.path.join(folder, name)) as file:
+            file.write(raw)
 
 
 def tag(tokenizer, kind, name, **attributes):
@@ -2592,7 +2597,7 @@ def generate_ids(model, ids, max_new_tokens, temperature=0.0, top_p=1.0, seed=0,
 
 
 def generate(model, tokenizer, prompt, max_new_tokens=256, temperature=0.0, top_p=1.0, seed=0, **media):
-    """Text that continues `prompt` (text, or ids from chat_prompt), in pieces of whole characters as they come.
+    """Text that continues `prompt` (text, or ids, as of chat_prompt), in pieces of whole characters as they come.
 
     Ends at the tokenizer's or the config's end token, or after max_new_tokens. `media`: pixel_values, grid_thws.
     Raises ValueError for an empty prompt and for sampling settings out of range.
@@ -2739,7 +2744,7 @@ def prompt_ids(args, checkpoint, tensors):
         return tensors["input_ids"], media
     if not args.text:
         raise ValueError("the text is empty")
-    tokenizer = load_tokenizer(checkpoint.place)
+    tokenizer = load_tokenizer(checkpoint)
     if args.image:
         before = [i for p in pictures for i in tokenizer.encode(image_prompt(*p.size), control=True)]
     return torch.tensor([before + tokenizer.encode(args.text)]), media
@@ -2747,7 +2752,7 @@ def prompt_ids(args, checkpoint, tensors):
 
 def generate_command(args):
     checkpoint = Checkpoint(args.checkpoint, cache=args.cache)
-    tokenizer, dtype = load_tokenizer(checkpoint.place), DTYPE_BY_NAME[args.dtype]
+    tokenizer, dtype = load_tokenizer(checkpoint), DTYPE_BY_NAME[args.dtype]
     if not args.prompt:
         raise ValueError("the prompt is empty: there is nothing to continue")
     pictures = [open_image(path) for path in args.image or ()]

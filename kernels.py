@@ -15,201 +15,209 @@ def kda_chunk(q, k, v, g, beta, S=None, scale=None):
     return _KDAChunk.apply(q, k, v, g, beta, S, dk**-0.5 if scale is None else scale)
 
 
-def times_exp(x, e, sign=1, factor=1, out=None):
-    """factor * x * exp(sign * e), e <= 0, in one pass: below zero ELU's derivative is the exponential."""
-    out = torch.empty_like(e) if out is None else out
-    return torch.ops.aten.elu_backward.grad_input(x, sign * factor, 1, sign, False, e, grad_input=out)
+def reorder(new, x):
+    """new.copy_(x), eight bytes at a time where possible: such copies cost by the element, not by the byte."""
+    if new.dtype == x.dtype and all(y.stride(-1) == 1 and y.shape[-1] * y.element_size() % 8 == 0
+                                    and y.storage_offset() * y.element_size() % 8 == 0 for y in (new, x)):
+        new, x = new.view(torch.int64), x.view(torch.int64)
+    new.copy_(x)
 
 
-def mm(a, b):
-    """Batched a @ b over all leading axes, summed and returned in fp32 (float64 for float64)."""
-    lead, a, b = a.shape[:-2], a.flatten(0, -3), b.flatten(0, -3)
-    out = torch.bmm(a, b, out_dtype=torch.float32) if a.element_size() == 2 else torch.bmm(a, b)
-    return out.unflatten(0, lead)
+def mm(a, b, out=None, **alpha):
+    """Batched a @ b summed in fp32; the result has out's dtype, or else that of the operands."""
+    if not alpha and (out is None or out.dtype == a.dtype):
+        return torch.bmm(a, b, out=out)
+    if not alpha:
+        return torch.bmm(a, b, out_dtype=out.dtype, out=out)
+    return torch.baddbmm(out, a, b, out=out, **alpha)
 
 
 def halves(x, w):
-    """x [..., C, d] as its even and its odd runs of w tokens, each [blocks, w, d] (a view)."""
+    """The even and the odd runs of w tokens of x [chunks, C, d], each [runs, w, d] (views)."""
     return x.view(-1, 2, w, x.shape[-1]).unbind(1)
 
 
-def diagonal(x, w):
-    """The w x w blocks on the diagonal of x [..., C, C], as a view [..., C // w, w, w]."""
-    return x.unflatten(-1, (-1, w)).unflatten(-3, (-1, w)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-
-
-def pair(lo, low_left, hi):
-    """[[lo, 0], [low_left, hi]]."""
-    n, w, _ = lo.shape
-    out = lo.new_zeros(n, 2 * w, 2 * w)
-    out[:, :w, :w], out[:, w:, :w], out[:, w:, w:] = lo, low_left, hi
+def on_diagonal(x):
+    """Pairs of blocks x [2n, w, w] on the diagonal of new [n, 2w, 2w]; zeros above them and below."""
+    n, w, _ = x.shape
+    out = x.new_zeros(n // 2, 2 * w, 2 * w)
+    reorder(out.view(-1, 2, w, 2, w).diagonal(0, 1, 3).movedim(-1, 1), x.view(-1, 2, w, w))
     return out
 
 
-class _Chunks:
-    """One call's inputs as [chunks, B, H, C, d], and what the forward and the backward both need."""
+class _Layout:
+    """[B, T, H, d] and back from [chunks * B * H, C, d]: chunks first, so that one step of the scan is a slice."""
 
-    def __init__(self, q, k, v, g, beta, S, scale):
-        B, T, H, dk = q.shape
-        self.T, self.acc = T, torch.promote_types(v.dtype, torch.float32)
-        self.half = v.is_cuda and v.dtype == torch.bfloat16
-        self.lo = torch.float16 if self.half else self.acc          # operands of the matrix products
-        self.C = C = min(CHUNK, max(TILE, 1 << (T - 1).bit_length()))
-        self.scale = scale
-        self.G = self.split(g.to(self.acc), True)
-        self.q, self.k = self.split(q), self.split(k)
-        self.beta = self.split(beta.to(self.acc).unsqueeze(-1))
-        self.unit = self.size(v, S) if self.half else S.new_ones(())
-        self.v = (self.split(v) / self.unit).to(self.lo)
-        self.S0 = S / self.unit.squeeze(0) if self.half else S
+    def __init__(self, v):
+        B, T, H, _ = v.shape
+        self.C = min(CHUNK, max(TILE, 1 << (T - 1).bit_length()))
+        self.T, self.shape = T, (-(-T // self.C), B, H)
+        self.acc = torch.promote_types(v.dtype, torch.float32)
+        self.lo = v.dtype if v.is_cuda else self.acc       # matmul operands: half precision gains nothing on a CPU
+        self.hi = torch.float16 if self.lo == torch.bfloat16 else self.lo       # for what is bounded by 1
 
-    @staticmethod
-    def size(x, S):
-        """The largest magnitude of each head, [1, B, H, 1, 1]: the map is linear in v and S, so fp16 fits."""
-        return torch.maximum(x.abs().amax((1, 3)), S.abs().amax((2, 3))).clamp_min(1e-30)[None, :, :, None, None]
+    def pad(self, x):
+        return F.pad(x, (0, 0, 0, 0, 0, -self.T % self.C)).contiguous()      # no decay, no write
 
-    def split(self, x, cumulate=False):
-        x = F.pad(x, (0, 0, 0, 0, 0, -self.T % self.C))
-        if cumulate:
-            x = x.unflatten(1, (-1, TILE)).cumsum(2).flatten(1, 2)
-        return x.unflatten(1, (-1, self.C)).permute(1, 0, 3, 2, 4)
+    def turn(self, x, tokens=None):
+        x = x.unflatten(1, (self.shape[0], -1)).permute(1, 0, 3, 2, 4)
+        new = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        reorder(new, x)
+        return new.flatten(0, 2)
 
-    def join(self, x):
-        return x.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :self.T]
-
-    def tile_forms(self, dtype):
-        """q and k times exp(G), beta k times exp(-G): G <= 0 runs from each tile's start."""
-        rk, rq, ck = (torch.empty(self.k.shape, dtype=dtype, device=self.k.device) for _ in range(3))
-        times_exp(self.k, self.G, out=rk)
-        times_exp(self.q, self.G, factor=self.scale, out=rq)
-        times_exp(self.k * self.beta, self.G, sign=-1, out=ck)
-        return rk, rq, ck
-
-    def local(self):
-        """The chunk's inverse T and its query-key products A, built by doubling blocks from tiles."""
-        quotient = torch.bfloat16 if self.half else self.acc
-        rk, rq, ck = self.tile_forms(quotient)
-        tiles = lambda x: x.view(-1, TILE, x.shape[-1])
-        A = mm(tiles(rq), tiles(ck).mT).tril_().to(self.lo)
-        L = mm(tiles(rk), tiles(ck).mT).tril_(-1)
-        eye = torch.eye(TILE, dtype=L.dtype, device=L.device).expand_as(L)
-        inv = torch.linalg.solve_triangular(L, eye, upper=False, unitriangular=True).to(self.lo)
-        total = self.G[..., TILE - 1::TILE, :].contiguous()
-        ck = (tiles(ck) * total.view(-1, 1, total.shape[-1]).exp()).to(self.lo).view_as(rk)
-        rk, rq = rk.to(self.lo), rq.to(self.lo)
-        w = TILE
-        while w < self.C:
-            (k_lo, k_hi), (q_lo, q_hi), (c_lo, c_hi) = (halves(x, w) for x in (rk, rq, ck))
-            (t_lo, t_hi), (a_lo, a_hi) = (x.view(-1, 2, w, w).unbind(1) for x in (inv, A))
-            inv = pair(t_lo, -(t_hi @ (k_hi @ c_lo.mT) @ t_lo), t_hi)
-            A = pair(a_lo, q_hi @ c_lo.mT, a_hi)
-            before, after = total.view(-1, 2, 1, total.shape[-1]).exp().to(self.lo).unbind(1)
-            k_hi *= before
-            q_hi *= before
-            c_lo *= after
-            total = total.unflatten(3, (-1, 2)).sum(4)
-            w *= 2
-        square = lambda x: x.view(*rk.shape[:-1], self.C)
-        return rk, rq, ck, square(inv), square(A), total.squeeze(3)
-
-    def maps(self, rk, rq, ck, inv, A, total, output=True):
-        """A chunk is affine in the state: o = O + R S, S_next = M S + L."""
-        Xq, Xk = (A.flatten(0, 2) @ inv.flatten(0, 2)).view_as(A), (inv.mT.flatten(0, 2) @ ck.flatten(0, 2)).view_as(ck)
-        O = mm(Xq, self.v) if output else None
-        R = (rq - mm(Xq, rk)).to(self.lo)
-        M = torch.diag_embed(total.exp()) - mm(Xk.mT, rk)
-        return O, R, M, mm(Xk.mT, self.v)
+    def back(self, x, dtype):
+        N, B, H = self.shape
+        x = x.view(N, B, H, *x.shape[1:]).permute(1, 0, 3, 2, 4)
+        new = torch.empty(x.shape, dtype=dtype, device=x.device)
+        reorder(new, x)
+        return new.flatten(1, 2)[:, :self.T]
 
 
-def scan(M, L, S, reverse=False):
-    """The state before each map (after it, when the maps run in reverse), then the last one."""
-    states = torch.empty(len(L) + 1, *S.shape, dtype=S.dtype, device=S.device)
-    order = range(len(L) - 1, -1, -1) if reverse else range(len(L))
-    at = len(L) if reverse else 0
-    states[at] = S
-    for c in order:
-        torch.baddbmm(L[c].flatten(0, 1), M[c].flatten(0, 1), states[c + reverse].flatten(0, 1),
-                      out=states[c + (not reverse)].flatten(0, 1))
-    return states
+def decays(x, g):
+    """exp of the tile's cumulative log-decay for each token, and each tile's total log-decay."""
+    G = x.pad(g.to(x.acc)).unflatten(1, (-1, TILE)).cumsum(2)
+    total = x.turn(G[:, :, -1].contiguous())
+    E = torch.exp(G, out=torch.empty(G.shape, dtype=x.lo, device=G.device))
+    return x.turn(E.flatten(1, 2)), total
+
+
+def build(x, q, k, E, beta, total, keep=None):
+    """From tiles to chunks by doubling: rows k and q decayed since the block's start, columns k until its end,
+    T = (1/beta + tril(k k', -1))^-1 and A = tril(q k'), both with the decay between the two tokens."""
+    n, C, d = k.shape
+    rows, cols = torch.empty(2, n, C, d, dtype=k.dtype, device=k.device), k / E
+    torch.mul(k, E, out=rows[0])
+    torch.mul(q, E, out=rows[1])
+    tile = lambda y: y.view(-1, TILE, y.shape[-1])
+    L, A = (torch.empty(n * C // TILE, TILE, TILE, dtype=x.acc, device=k.device) for _ in range(2))
+    L = mm(tile(rows[0]), tile(cols).mT, out=L) * tile(beta)
+    A = mm(tile(rows[1]), tile(cols).mT, out=A).tril_().to(x.hi)
+    T = torch.linalg.solve_triangular(L, torch.diag_embed(tile(beta).squeeze(-1)), upper=False, unitriangular=True)
+    T = torch.empty_like(L, dtype=x.hi).copy_(T)
+    tile(cols).mul_(total.view(-1, 1, d).exp().to(x.lo))
+    w = TILE
+    while w < C:
+        (k_lo, k_hi), (q_lo, q_hi), (c_lo, c_hi) = (halves(y, w) for y in (*rows, cols))
+        before, after = total.view(-1, 2, 1, d).exp().to(x.lo).unbind(1)
+        if keep is not None:
+            keep.append((w, k_hi.clone(), q_hi.clone(), c_lo.clone(), before, after))
+        T_lo, T_hi = T.view(-1, 2, w, w).unbind(1)
+        product = lambda r: mm(r, c_lo.mT, out=torch.empty_like(T_lo, dtype=x.acc)).to(x.hi)
+        step = torch.bmm(T_hi, product(k_hi))
+        T, A = on_diagonal(T), on_diagonal(A)
+        mm(step, T_lo, out=T[:, w:, :w], beta=0, alpha=-1)
+        A[:, w:, :w] = product(q_hi)
+        rows.view(2, -1, 2, w, d)[:, :, 1].mul_(before)
+        c_lo.mul_(after)
+        total = total.view(n, -1, 2, d).sum(2)
+        w *= 2
+    return rows, cols, T, A, total
+
+
+def maps(x, rows, cols, T, A, total):
+    """A chunk is affine in its first state: o = Xq v + R S and S_next = Xk' v - M S; returns Xq, Xk, R, M."""
+    Xq, Xk = torch.bmm(A, T).to(x.lo), torch.bmm(T.mT, cols.to(x.hi)).to(x.lo)
+    M = mm(Xk.mT, rows[0], out=torch.empty(len(Xk), *2 * Xk.shape[-1:], dtype=x.acc, device=A.device))
+    M.diagonal(dim1=1, dim2=2).sub_(total.squeeze(1).exp())
+    R = rows[1].baddbmm_(Xq, rows[0], alpha=-1)
+    return Xq, Xk, R, M
+
+
+def scan(states, M, reverse=False):
+    """Every map applied in turn: states [chunks + 1, B * H, dk, dv] holds what each adds, and ends as the states."""
+    M = M.view(len(states) - 1, -1, *M.shape[1:])
+    for c in reversed(range(len(M))) if reverse else range(len(M)):
+        m, source, target = (M[c].mT, c + 1, c) if reverse else (M[c], c, c + 1)
+        states[target].baddbmm_(m, states[source], alpha=-1)
 
 
 class _KDAChunk(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, g, beta, S, scale):
         ctx.save_for_backward(q, k, v, g, beta, S)
-        ctx.scale = scale
-        x = _Chunks(q, k, v, g, beta, S, scale)
-        O, R, M, L = x.maps(*x.local())
-        S = scan(M, L, x.S0)
-        o = (O + mm(R, S[:-1].to(x.lo))) * x.unit
-        return x.join(o).to(v.dtype).contiguous(), S[-1] * x.unit.squeeze(0)
+        ctx.scale, x = scale, _Layout(v)
+        q, k, value = (x.turn(x.pad(y).to(x.lo)) for y in (q, k, v))
+        E, total = decays(x, g)
+        local = build(x, q, k, E, x.turn(x.pad(beta.to(x.acc).unsqueeze(-1))), total)
+        del q, k, E
+        Xq, Xk, R, M = maps(x, *local)
+        states = S.new_empty(x.shape[0] + 1, *S.flatten(0, 1).shape)
+        states[0] = S.flatten(0, 1)
+        mm(Xk.mT, value, out=states[1:].flatten(0, 1))
+        scan(states, M)
+        o = mm(Xq, value, out=torch.empty_like(value), beta=0, alpha=scale)
+        o.baddbmm_(R, states[:-1].flatten(0, 1).to(x.lo), alpha=scale)
+        return x.back(o, v.dtype), states[-1].view_as(S).clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dS):
-        q, k, v, g, beta, S = ctx.saved_tensors
-        x = _Chunks(q, k, v, g, beta, S, ctx.scale)
-        unit = x.size(do, dS) if x.half else dS.new_ones(())
-        do, dS = (x.split(do) / unit).to(x.lo), dS / unit.squeeze(0)
-        rk, rq, ck, inv, A, total = x.local()
-        O, R, M, L = x.maps(rk, rq, ck, inv, A, total, output=False)
-        S = scan(M, L, x.S0)[:-1]
-        D = scan(M.mT, mm(R.mT, do), dS, reverse=True)
-        dS, D = D[0], D[1:]
-        Sl, Dl = S.to(x.lo), D.to(x.lo)
-        h = mm(inv, (x.v - mm(rk, Sl)).to(x.lo)).to(x.lo)
-        dv = mm(inv.mT, (mm(A.mT, do) + mm(ck, Dl)).to(x.lo))
-        dh = dv.to(x.lo)
-        da, dA = -mm(dh, h.mT).tril_(-1), mm(do, h.mT).tril_()
-        da, dA = da.to(x.lo), dA.to(x.lo)
-        drk, drq, dck = -mm(dh, Sl.mT), mm(do, Sl.mT), mm(h, Dl.mT)
-        dtotal = total.exp() * (S * D).sum(-1)
-        dg = ck * dck
-        dg = dg.cumsum(3) - dg + dtotal.unsqueeze(3)       # a token's decay meets what was written before it
-        own = dA.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * x.scale      # q_i . k_i carries no decay
-        dA = dA.tril(-1)
-        # back to the tiles
-        quotient = torch.bfloat16 if x.half else x.acc
-        rk, rq, ck = x.tile_forms(quotient)
-        tiles = lambda y: y.view(-1, TILE, y.shape[-1])
-        tot = x.G[..., TILE - 1::TILE, :].contiguous()                     # [N, B, H, tiles, dk]
-        nt = x.C // TILE
-        before = tot.cumsum(3) - tot
-        after = tot.flip(3).cumsum(3).flip(3)                               # its own tile included
-        fine = lambda y: y.view(-1, TILE, y.shape[-1])
-        e = lambda y: y.exp().view(-1, 1, y.shape[-1])
-        fine(drk).mul_(e(before)); fine(drq).mul_(e(before)); fine(dck).mul_(e(after))
-        dkc, dck = dck, torch.zeros_like(dck)
-        w = x.C // 2
-        while w >= TILE:
-            m = w // TILE
-            grp = lambda y: y.unflatten(3, (-1, 2, m))
-            t = grp(tot)
-            bf = (t.cumsum(5) - t)[:, :, :, :, 1].exp().reshape(-1, 1, tot.shape[-1])
-            af = t.flip(5).cumsum(5).flip(5)[:, :, :, :, 0].exp().reshape(-1, 1, tot.shape[-1])
-            hi = lambda y: halves(y, w)[1].reshape(-1, TILE, y.shape[-1])
-            lo = lambda y: halves(y, w)[0].reshape(-1, TILE, y.shape[-1])
-            wide = lambda y: y.to(x.lo).view(-1, w, y.shape[-1])
-            k_hi, q_hi, c_lo = wide(hi(rk) * bf), wide(hi(rq) * bf), wide(lo(ck) * af)
-            a, aq = (diagonal(y, 2 * w)[..., w:, :w].reshape(-1, w, w) for y in (da, dA))
-            up = lambda y, f: (y.view(-1, TILE, y.shape[-1]) * f).view(-1, w, y.shape[-1])
-            halves(drk, w)[1].add_(up(mm(a, c_lo), bf))
-            halves(drq, w)[1].add_(up(mm(aq, c_lo), bf))
-            halves(dck, w)[0].add_(up(mm(a.mT, k_hi) + mm(aq.mT, q_hi), af))
-            w //= 2
-        a, aq = (diagonal(y, TILE).reshape(-1, TILE, TILE).to(quotient) for y in (da, dA))
-        drk += mm(a, tiles(ck)).view_as(drk)
-        drq += mm(aq, tiles(ck)).view_as(drk)
-        dck += (mm(a.mT, tiles(rk)) + mm(aq.mT, tiles(rq))).view_as(drk)
-        dG = rk * drk + rq * drq - ck * dck
-        both = unit * x.unit
-        dg = x.join(both * (dg + dG.sum(3, keepdim=True) + dG - dG.cumsum(3)))
-        dq = x.join(both * (times_exp(drq, x.G, factor=x.scale) + own * x.beta * x.k))
-        dc = times_exp(dck + dkc, x.G, sign=-1) + own * x.q
-        dbeta = x.join((both * dc * x.k).sum(-1, keepdim=True)).squeeze(-1)
-        dk = x.join(both * (times_exp(drk, x.G) + x.beta * dc))
-        return (dq.to(q.dtype), dk.to(k.dtype), x.join(dv * unit).to(v.dtype), dg.to(g.dtype), dbeta.to(beta.dtype),
-                dS * unit.squeeze(0), None)
+        *_, S0 = ctx.saved_tensors
+        dtypes = [y.dtype for y in ctx.saved_tensors]
+        q, k, v, g, beta, S0 = ctx.saved_tensors
+        x, d = _Layout(v), q.shape[-1]
+        q, k, v, do = (x.turn(x.pad(y).to(x.lo)) for y in (q, k, v, do))
+        do *= ctx.scale
+        E, total = decays(x, g)
+        beta = x.turn(x.pad(beta.to(x.acc).unsqueeze(-1)))
+        keep = []
+        rows, cols, T, A, decay = build(x, q, k, E, beta, total, keep)
+        Xq, Xk, R, M = maps(x, rows, cols, T, A, decay)
+        S, D = (y.new_empty(x.shape[0] + 1, *y.flatten(0, 1).shape) for y in (S0, S0))
+        S[0], D[-1] = S0.flatten(0, 1), dS.flatten(0, 1)
+        mm(Xk.mT, v, out=S[1:].flatten(0, 1))
+        mm(R.mT, do, out=D[:-1].flatten(0, 1))
+        scan(S, M)
+        scan(D, M, reverse=True)
+        dS, S, D = D[0].view_as(S0), S[:-1].flatten(0, 1), D[1:].flatten(0, 1)
+        dtotal = decay.squeeze(1).exp() * (S * D).sum(-1)
+        S, D = S.to(x.lo), D.to(x.lo)
+        r = torch.baddbmm(v, rows[0], S, alpha=-1)
+        u, dr = torch.bmm(T.to(x.lo), r), torch.baddbmm(torch.bmm(Xq.mT, do), Xk, D)
+        dbeta = (dr.to(x.acc) * u / beta.square().clamp_min(1e-30)).sum(-1, keepdim=True)
+        own = (do.to(x.acc) * u).sum(-1, keepdim=True).to(x.lo)             # q_i . k_i carries no decay
+        dA = torch.stack([-torch.bmm(dr, u.mT), torch.bmm(do, u.mT)]).tril_(-1)
+        drows = torch.stack([-torch.bmm(dr, S.mT), torch.bmm(do, S.mT)])
+        dend = torch.bmm(u, D.mT)
+        dg = (cols * dend).to(x.acc)
+        dg = dg.cumsum(1) - dg + dtotal.unsqueeze(1)      # a state's decay meets what was written before
+        dcols = torch.zeros_like(cols)
+        for w, k_hi, q_hi, c_lo, before, after in reversed(keep):
+            drows.view(2, -1, 2, w, d)[:, :, 1].mul_(before)
+            halves(dcols, w)[0].mul_(after)
+            dk_, dq_ = blocks(dA, w)
+            halves(drows[0], w)[1].baddbmm_(dk_, c_lo)
+            halves(drows[1], w)[1].baddbmm_(dq_, c_lo)
+            halves(dcols, w)[0].baddbmm_(dk_.mT, k_hi).baddbmm_(dq_.mT, q_hi)
+        tile = lambda y: y.view(-1, TILE, y.shape[-1])
+        inv = k / E
+        rows = torch.stack([k * E, q * E])
+        dk_, dq_ = (y.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE)).diagonal(0, 1, 3).movedim(-1, 1).reshape(-1, TILE, TILE) for y in dA)
+        f32 = lambda a, b: mm(a, b, out=torch.empty(*a.shape[:2], b.shape[-1], dtype=x.acc, device=a.device)).view(k.shape)
+        drk = f32(dk_, tile(inv)) + drows[0]
+        drq = f32(dq_, tile(inv)) + drows[1]
+        after = tile_after(total)
+        tot = total.exp().view(-1, 1, d)
+        dc = f32(dk_.mT, tile(rows[0])) + f32(dq_.mT, tile(rows[1])) + (tile(dcols) * tot).view_as(k)
+        dG = rows[0] * drk + rows[1] * drq - inv * dc
+        dg += dG.sum(1, keepdim=True) + dG - dG.cumsum(1)
+        dc += (tile(dend) * after.exp().view(-1, 1, d)).view_as(k)
+        dq = drq * E + own * k
+        dk = drk * E + dc / E + own * q
+        back = lambda y, t: x.back(y.to(t), t)
+        return (*(back(y, t) for y, t in zip((dq, dk, dr, dg), dtypes)), back(dbeta, dtypes[4]).squeeze(-1), dS, None)
+
+
+def blocks(dA, w):
+    """The w x w blocks left of the diagonal, of both matrices of dA [2, n, C, C], as [n * C / 2w, w, w] each."""
+    C = dA.shape[-1]
+    low = dA.view(2, -1, C // (2 * w), 2, w, C // (2 * w), 2, w)[:, :, :, 1, :, :, 0].diagonal(0, 2, 4)
+    return low.movedim(-1, 2).reshape(2, -1, w, w)
+
+
+def tile_after(total):
+    """The log-decay from each tile's start to the chunk's end, from the tiles' totals [n, tiles, d]."""
+    return total.flip(1).cumsum(1).flip(1)
 
 
 class _Gather(torch.autograd.Function):
