@@ -498,7 +498,7 @@ class KDA(Module):
         import kernels
         return kernels.kda_chunk
 
-    def init_state(self, B, dtype, device):
+    def init_state(self, B, dtype, device, capacity=None):
         """Constant in size: S and, for each of q, k, v, the convolution's last inputs."""
         tail = torch.zeros(B, self.q_conv1d.weight.shape[-1] - 1, self.H * self.d, dtype=dtype, device=device)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -508,30 +508,42 @@ class KDA(Module):
 # ---- §2.1.2 Gated MLA ------------------------------------------------------------------------------------------------
 
 
-def causal_softmax(scores):
-    """Softmax of fp32 scores [..., T, S] over the keys each query may see: query t is position S - T + t."""
-    T, S = scores.shape[-2:]
-    past = torch.ones(T, S, dtype=torch.bool, device=scores.device).tril(S - T)
-    return scores.masked_fill(~past, -math.inf).softmax(-1)
+def seen(T, S, past, device):
+    """Which of S keys each of T queries sees, [T, S] bool: query t is position past + t.
+
+    past None: S - T, the queries are the last. A tensor: a count that only the device knows."""
+    past = S - T if past is None else past
+    return torch.arange(S, device=device) <= past + torch.arange(T, device=device).unsqueeze(-1)
 
 
-def mla_full(q, latent, W, v_dim):
+def causal_softmax(scores, past=None):
+    """Softmax of fp32 scores [..., T, S] over the keys each query may see."""
+    mask = seen(*scores.shape[-2:], past, scores.device)
+    return scores.masked_fill(~mask, -math.inf).softmax(-1)
+
+
+def mla_full(q, latent, W, v_dim, past=None):
     """Attention with keys and values of every head written out: the definition.  [§2.1.2]
 
-    q       [B, T, H, nope + rope]   queries, the last T of S positions
+    q       [B, T, H, nope + rope]   queries
     latent  [B, S, C + rope]         normed KV latent, then the "rope" key that all heads share; nothing is rotated
     W       [H (nope + v_dim), C]    kv_b_proj: each head's key rows, then its value rows
+    past    positions before the first query; None: S - T
     Returns o [B, T, H, v_dim] in fp32, as the report keeps the attention output in training.
     """
-    H, C = q.shape[2], W.shape[1]
-    c, k_rope = latent.split([C, latent.shape[-1] - C], -1)
-    k_nope, v = F.linear(c, W.to(c.dtype)).unflatten(-1, (H, -1)).split([W.shape[0] // H - v_dim, v_dim], -1)
-    k = torch.cat([k_nope, k_rope.unsqueeze(2).expand(-1, -1, H, -1)], -1)
+    k, v = keys_values(latent, W, q.shape[2], v_dim)
     scores = torch.einsum("bthd,bshd->bhts", f32(q), f32(k)) * q.shape[-1] ** -0.5
-    return torch.einsum("bhts,bshv->bthv", causal_softmax(scores), f32(v))
+    return torch.einsum("bhts,bshv->bthv", causal_softmax(scores, past), f32(v))
 
 
-def mla_absorbed(q, latent, W, v_dim):
+def keys_values(latent, W, H, v_dim):
+    """k [B, S, H, nope + rope] and v [B, S, H, v_dim] of every head out of the cached latents."""
+    c, k_rope = latent.split([W.shape[1], latent.shape[-1] - W.shape[1]], -1)
+    k_nope, v = F.linear(c, W.to(c.dtype)).unflatten(-1, (H, -1)).split([W.shape[0] // H - v_dim, v_dim], -1)
+    return torch.cat([k_nope, k_rope.unsqueeze(2).expand(-1, -1, H, -1)], -1), v
+
+
+def mla_absorbed(q, latent, W, v_dim, past=None):
     """mla_full without writing out a key or value: W moves onto the query and the output.  [§2.1.2]
 
     Per head, q . (W_k c) = (W_k^T q) . c and sum p (W_v c) = W_v sum p c, so attention runs over the 576-wide latents
@@ -541,23 +553,21 @@ def mla_absorbed(q, latent, W, v_dim):
     W_k, W_v = f32(W).unflatten(0, (H, -1)).split([W.shape[0] // H - v_dim, v_dim], 1)
     q_nope, q_rope = f32(q).split([W_k.shape[1], q.shape[-1] - W_k.shape[1]], -1)
     q_latent = torch.cat([torch.einsum("bthd,hdc->bthc", q_nope, W_k), q_rope], -1)
-    p = causal_softmax(torch.einsum("bthc,bsc->bhts", q_latent, f32(latent)) * q.shape[-1] ** -0.5)
+    p = causal_softmax(torch.einsum("bthc,bsc->bhts", q_latent, f32(latent)) * q.shape[-1] ** -0.5, past)
     return torch.einsum("bhts,bsc,hvc->bthv", p, f32(latent[..., :C]), W_v)
 
 
-def mla_fused(q, latent, W, v_dim, keep_fp32):
+def mla_fused(q, latent, W, v_dim, past=None):
     """mla_full through PyTorch's fused attention, which never holds the [T, S] scores.
 
-    keep_fp32: inputs go up first, so that the output is fp32 in training as the report asks.
+    With gradients on, inputs go up first, so that the output is fp32 in training as the report asks.
     """
-    H, C = q.shape[2], W.shape[1]
-    c, k_rope = latent.split([C, latent.shape[-1] - C], -1)
-    k_nope, v = F.linear(c, W.to(c.dtype)).unflatten(-1, (H, -1)).split([W.shape[0] // H - v_dim, v_dim], -1)
-    k = torch.cat([k_nope, k_rope.unsqueeze(2).expand(-1, -1, H, -1)], -1)
-    q, k, v = ((f32(x) if keep_fp32 else x).transpose(1, 2) for x in (q, k, v))
+    k, v = keys_values(latent, W, q.shape[2], v_dim)
+    q, k, v = ((f32(x) if torch.is_grad_enabled() else x).transpose(1, 2) for x in (q, k, v))
     T, S = q.shape[2], k.shape[2]
-    mask = None if T == S else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=T == S).transpose(1, 2)
+    whole = past is None and T == S
+    mask = None if whole else seen(T, S, past, q.device)
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=whole).transpose(1, 2)
 
 
 class MLA(Module):
@@ -585,14 +595,12 @@ class MLA(Module):
     def forward(self, x, state=None):
         q = self.q_proj(x) if hasattr(self, "q_proj") else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q, latent, W = q.unflatten(-1, (self.H, -1)), self.latent(x), self.kv_b_proj.weight
+        past = state and state["at"]
         if state is not None:
-            latent = state["latent"] = torch.cat([state["latent"], latent], 1)
-        if state is not None and x.shape[1] == 1:
-            o = mla_absorbed(q, latent, W, self.v_dim)
-        elif self.kernel == "fast":
-            o = mla_fused(q, latent, W, self.v_dim, torch.is_grad_enabled())
-        else:
-            o = mla_full(q, latent, W, self.v_dim)
+            latent = self.remember(state, latent)
+        decoding = state is not None and x.shape[1] == 1
+        attend = mla_absorbed if decoding else mla_fused if self.kernel == "fast" else mla_full
+        o = attend(q, latent, W, self.v_dim, past)
         o = f32(o.flatten(2)) * torch.sigmoid(f32(self.g_proj(x)))              # Eq. 7
         return self.o_proj(o.to(x.dtype))
 
@@ -600,8 +608,19 @@ class MLA(Module):
         c, k_rope = self.kv_a_proj_with_mqa(x).split([self.C, self.rope], -1)
         return torch.cat([self.kv_a_layernorm(c), k_rope], -1)
 
-    def init_state(self, B, dtype, device):
-        return {"latent": torch.zeros(B, 0, self.C + self.rope, dtype=dtype, device=device)}
+    def remember(self, state, latent):
+        """All latents so far: the cache grows, or, if it has a fixed size, is written where it ends."""
+        if state["at"] is None:
+            state["latent"] = torch.cat([state["latent"], latent], 1)
+        else:
+            to = state["at"] + torch.arange(latent.shape[1], device=latent.device)
+            state["latent"].index_copy_(1, to, latent)
+            state["at"] = state["at"] + latent.shape[1]
+        return state["latent"]
+
+    def init_state(self, B, dtype, device, capacity=None):
+        at = None if capacity is None else torch.zeros((), dtype=torch.int64, device=device)
+        return {"latent": torch.zeros(B, capacity or 0, self.C + self.rope, dtype=dtype, device=device), "at": at}
 
 # ---- §2.2 Attention Residuals ----------------------------------------------------------------------------------------
 
@@ -1278,15 +1297,19 @@ RECORDED = ("attn_in", "attn_out", "ffn_in", "topk_idx", "topk_weight", "ffn_out
 class State:
     """What a model remembers of the tokens it has read: per KDA layer a fixed size, per MLA layer 576 values a token.
 
-    A forward pass replaces the entries and never writes into them, so that copy() is cheap and safe. There is no
-    cropping: a KDA state cannot forget its last tokens; keep a copy from the position to return to.
+    A forward pass replaces the entries and does not write into them, so that copy() is cheap and safe; only caches of
+    a fixed `capacity` (for CUDA graphs) are written in place. There is no cropping: a KDA state cannot forget its last
+    tokens; keep a copy from the position to return to.
     """
 
-    def __init__(self, layers, batch, length=0):
-        self.layers, self.batch, self.length = layers, batch, length
+    def __init__(self, layers, batch, length=0, capacity=None):
+        self.layers, self.batch, self.length, self.capacity = layers, batch, length, capacity
 
     def copy(self):
-        return State([dict(layer) for layer in self.layers], self.batch, self.length)
+        return State([dict(layer) for layer in self.layers], self.batch, self.length, self.capacity)
+
+    def tensors(self):
+        return [t for layer in self.layers for t in layer.values() if t is not None]
 
 
 class K3(nn.Module):
@@ -1403,17 +1426,20 @@ class K3(nn.Module):
             loss, parts["mtp"] = loss + mtp_weight * mtp, mtp.detach()
         return loss, parts
 
-    def init_state(self, batch):
-        """An empty State for `batch` sequences, on the model's device."""
+    def init_state(self, batch, capacity=None):
+        """An empty State for `batch` sequences, on the model's device; capacity: the most tokens it may ever hold."""
         text = self.language_model.model
         dtype = self.compute_dtype or text.embed_tokens.weight.dtype
-        return State([layer.self_attn.init_state(batch, dtype, self.device) for layer in text.layers], batch)
+        return State([layer.self_attn.init_state(batch, dtype, self.device, capacity) for layer in text.layers],
+                     batch, capacity=capacity)
 
     def check_input(self, ids, state):
         if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"input_ids are {ids.dtype} {list(ids.shape)}, expected whole numbers [B, T]")
         if state is not None and state.batch != ids.shape[0]:
             raise ValueError(f"the state is for {state.batch} sequences, input_ids hold {ids.shape[0]}")
+        if state is not None and state.capacity is not None and state.length + ids.shape[1] > state.capacity:
+            raise ValueError(f"the state holds {state.length} of at most {state.capacity} tokens, {ids.shape[1]} more came")
         if ids.device.type == "cpu" and ids.numel():         # elsewhere looking would wait for the device
             low, high, V, pad = int(ids.min()), int(ids.max()), self.config.vocab_size, self.config.pad_token_id
             if low < 0 or high >= V:
@@ -2577,6 +2603,42 @@ def sample(logits, temperature, top_p, generator):
     return int(order[torch.multinomial(p.cpu(), 1, generator=generator)])
 
 
+class DecodeGraph:
+    """One decoding step as a CUDA graph: step(ids [B, 1]) -> logits [B, 1, V], one replay a token.
+
+    state must have a capacity. Every step works on a copy of it and stores the copy's tensors back, so that the graph
+    always reads and writes the same memory."""
+
+    def __init__(self, model, state):
+        self.state, self.ids = state, torch.zeros(state.batch, 1, dtype=torch.int64, device=model.device)
+        before, stream = [t.clone() for t in state.tensors()], torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.run(model)                            # libraries set themselves up here, which a capture forbids
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.logits = self.run(model)
+        for t, old in zip(state.tensors(), before):
+            t.copy_(old)
+
+    def run(self, model):
+        new = self.state.copy()
+        logits = model(self.ids, state=new, last=True)
+        for t, now in zip(self.state.tensors(), new.tensors()):
+            if now is not t:
+                t.copy_(now)
+        return logits
+
+    def __call__(self, ids):
+        if self.state.length >= self.state.capacity:
+            raise ValueError(f"the state is full: it holds {self.state.capacity} tokens")
+        self.state.length += 1
+        self.ids.copy_(ids)
+        self.graph.replay()
+        return self.logits
+
+
 @torch.no_grad()
 def generate_ids(model, ids, max_new_tokens, temperature=0.0, top_p=1.0, seed=0, stop=(), **media):
     """Continue ids one at a time until one is in `stop` (it is not given out) or max_new_tokens are reached."""
@@ -2584,16 +2646,20 @@ def generate_ids(model, ids, max_new_tokens, temperature=0.0, top_p=1.0, seed=0,
         raise ValueError("the prompt is empty: there is nothing to continue")
     if temperature < 0 or not 0 < top_p <= 1:
         raise ValueError(f"temperature {temperature} and top-p {top_p}: expected at least 0, and more than 0 up to 1")
-    generator, state = torch.Generator().manual_seed(seed), model.init_state(1)
+    generator = torch.Generator().manual_seed(seed)
+    graph = model.device.type == "cuda" and not isinstance(model, StreamedK3)
+    media_tokens = sum(int(torch.as_tensor(g).prod()) for g in media.get("grid_thws", ()))
+    state = model.init_state(1, len(ids) + media_tokens + max_new_tokens if graph else None)
     model.check_input(torch.tensor([ids]), state)
     logits = model(torch.tensor([ids], device=model.device), state=state, last=True, **media)
+    step = DecodeGraph(model, state) if graph else lambda new: model(new, state=state, last=True)
     for n in range(max_new_tokens):
         new = sample(logits[0, -1], temperature, top_p, generator)
         if new in stop:
             return
         yield new
         if n + 1 < max_new_tokens:
-            logits = model(torch.tensor([[new]], device=model.device), state=state, last=True)
+            logits = step(torch.tensor([[new]], device=model.device))
 
 
 def generate(model, tokenizer, prompt, max_new_tokens=256, temperature=0.0, top_p=1.0, seed=0, **media):

@@ -253,8 +253,11 @@ def test_mla_forms_agree():
     q, latent, W = draw(2, 7, H, nope + rope), draw(2, 11, C + rope, seed=1), draw(H * (nope + dv), C, seed=2)
     full = k3.mla_full(q, latent, W, dv)
     close(k3.mla_absorbed(q, latent, W, dv), full, 1e-12)
-    close(k3.mla_fused(q, latent, W, dv, True), full, 1e-12)
-    close(k3.mla_fused(q, latent[:, -7:], W, dv, True), k3.mla_full(q, latent[:, -7:], W, dv), 1e-12)
+    close(k3.mla_fused(q, latent, W, dv), full, 1e-12)
+    longer, past = torch.cat([latent, draw(2, 5, C + rope, seed=3)], 1), torch.tensor(4)     # a cache with room left
+    for form in (k3.mla_full, k3.mla_absorbed, k3.mla_fused):
+        close(form(q, longer, W, dv, past), full, 1e-12)
+    close(k3.mla_fused(q, latent[:, -7:], W, dv), k3.mla_full(q, latent[:, -7:], W, dv), 1e-12)
 
 
 def test_causal_mask_is_aligned_to_the_end():
@@ -448,6 +451,42 @@ def test_histogram_meets_the_exact_quantile_in_large_batches():
         assert worst() < 1.2, f"{rule}: largest load {worst():.3f} times the mean"
 
 
+POOLED = """
+import sys, torch, torch.distributed as dist, k3
+from test_k3 import A
+rank, meeting = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method="file://" + meeting, rank=rank, world_size=2)
+cutoff, part = k3.route(A, torch.zeros(4), 1)[2], slice(4 * rank, 4 * rank + 4)
+for rule in (k3.QuantileHistogram(4, 1), k3.ExactQuantile(4, 1)):
+    rule.start(torch.zeros(4))
+    rule.add(A[part], cutoff[part])
+    print([round(x, 6) for x in (rule.finish() * 64).tolist()])
+"""
+
+
+def test_counts_are_pooled_over_ranks(tmp_path):
+    """Two ranks with half of Example A each reach the biases of the whole, not the mean of their own (pitfall 47)."""
+    ranks = [subprocess.Popen([sys.executable, "-c", POOLED, str(r), str(tmp_path / "meeting")], stdout=subprocess.PIPE,
+                              text=True, cwd=os.path.dirname(k3.__file__)) for r in range(2)]
+    said = [p.communicate(timeout=60)[0] for p in ranks]
+    h = k3.QuantileHistogram(4, 1)
+    h.start(torch.zeros(4)), h.add(A, k3.route(A, torch.zeros(4), 1)[2])
+    want = [[round(x, 6) for x in (h.finish() * 64).tolist()], [-15.0, -6.0, 9.0, 12.0]]
+    assert said[0] == said[1] == "".join(f"{line}\n" for line in want)
+
+
+def test_histogram_average_over_steps():
+    """ema = 0.5: after estimates a, then b, the bias is their mean, centred."""
+    plain, mean, cutoff = k3.QuantileHistogram(4, 1), k3.QuantileHistogram(4, 1, ema=0.5), k3.route(A, torch.zeros(4), 1)[2]
+    found = []
+    for scores in (A, A.flip(1)):
+        for h in (plain, mean):
+            h.start(torch.zeros(4)), h.add(scores, cutoff)
+        found.append(plain.finish())
+        last = mean.finish()
+    assert torch.allclose(last, (found[0] + found[1]) / 2, atol=1e-6) and not torch.allclose(last, found[1])
+
+
 def test_sign_rule_and_alternating_solver():
     """The rule that QB replaces moves by gamma; Algorithm 1 balances Example A and beats an arbitrary balanced choice."""
     b = k3.sign_bias(torch.zeros(4), torch.tensor([4., 3, 1, 0]), 0.01)
@@ -522,6 +561,17 @@ def test_state_continues_a_pass(pieces):
             assert torch.equal(model(ids[:, 23 - pieces[-1]:], state=kept), out[-1])
     assert state.length == 23 and state.layers[3]["latent"].shape == (2, 23, 32 + 16)
     assert state.layers[0]["S"].shape == (2, 2, 32, 32) and state.layers[0]["conv_q"].shape == (2, 3, 64)
+
+
+def test_state_of_fixed_capacity():
+    """Caches written in place give the growing caches' logits; one token too many is refused."""
+    model, ids = tiny(torch.float64), some_ids()
+    with torch.no_grad():
+        state = model.init_state(2, capacity=23)
+        pieces = [model(part, state=state) for part in ids.split([11, 1, 1, 10], 1)]
+        close(torch.cat(pieces, 1), model(ids), 1e-12)
+    with pytest.raises(ValueError, match="23 of at most 23"):
+        model(ids[:, :1], state=state)
 
 
 def test_empty_and_single_inputs():
