@@ -1412,17 +1412,19 @@ class K3(nn.Module):
             record.update({f"item{j}.projected": m for j, m in enumerate(media)})
         return media
 
-    def loss(self, ids, labels, mtp_weight=0.3):
+    def loss(self, ids, labels, mtp_weight=0.3, **media):
         """Mean cross-entropy of labels [B, T] (the tokens after ids; -100 is ignored) in nats, and its parts.
 
         With an MTP layer its own loss, one token further, is added times mtp_weight. No label at all gives 0, not NaN.
+        media: pixel_values and grid_thws; labels then have the length after the merge (see expand_placeholders).
         """
-        h, text = self.hidden(ids), self.language_model.model
+        h, text = self.hidden(ids, **media), self.language_model.model
         loss = cross_entropy(self.head(h), labels)
         parts = {"main": loss.detach()}
         if hasattr(text, "mtp"):
-            ahead, valid = self.embed(ids[:, 1:])
-            mtp = cross_entropy(self.head(text.mtp(h[:, :-1], ahead, text.output_mix, valid=valid)), labels[:, 1:])
+            ahead, valid = self.embed(ids, **media)
+            guess = text.mtp(h[:, :-1], ahead[:, 1:], text.output_mix, valid=valid[:, 1:])
+            mtp = cross_entropy(self.head(guess), labels[:, 1:])
             loss, parts["mtp"] = loss + mtp_weight * mtp, mtp.detach()
         return loss, parts
 

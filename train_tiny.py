@@ -32,7 +32,7 @@ from k3 import (Balancer, K3, K3Config, OneLine, attn_res_scores, f32, generate,
 PRESETS = {     # what `model` leaves out is K3Config.tiny's
     "cpu": dict(
         steps=160, batch=32, length=128, lr=1e-2,                   # 4096 tokens a step
-        log_every=10, val_every=80, save_every=80, val_windows=128,
+        log_every=10, val_every=40, save_every=40, val_windows=128,
         model=dict(hidden_size=96, num_hidden_layers=6, intermediate_size=256,
                    linear_num_heads=3, num_attention_heads=3, q_lora_rank=64,
                    moe_intermediate_size=64, routed_expert_hidden_size=64)),
