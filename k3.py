@@ -2674,6 +2674,135 @@ def generate(model, tokenizer, prompt, max_new_tokens=256, temperature=0.0, top_
     stop = {*tokenizer.stop, model.config.eos_token_id}
     yield from tokenizer.stream(generate_ids(model, ids, max_new_tokens, temperature, top_p, seed, stop, **media))
 
+# ---- Figures: drawn, and their numbers computed, by the functions above ----------------------------------------------
+
+# Router scores of 8 tokens for 4 experts, in 64ths; with top-1 a balanced load is 2 tokens each.
+EXAMPLE = [[22, 56, 52, 38], [61, 27, 7, 44], [59, 46, 29, 11], [49, 40, 27, 26],
+           [60, 43, 32, 13], [46, 51, 20, 25], [9, 48, 54, 10], [20, 48, 3, 7]]
+
+
+def draw_decay(fig, config):
+    """Fig. 3: a logit's log-decay, and how far one over a tile's cumulative decay can reach."""
+    left, right = fig.subplots(1, 2)
+    z, tile, tokens = torch.linspace(-20, 20, 401), 16, torch.arange(25)
+    top = math.log(torch.finfo(torch.bfloat16).max)            # e^88.7; fp32 ends there too
+    for name, g_min, logits in (("Kimi Linear", None, (8, 12, 20)),
+                                ("K3", config.gate_lower_bound, (20,))):
+        zeros = torch.zeros_like(z)
+        g = kda_log_decay(z.view(1, 1, 1, -1), zeros[:1], zeros, g_min).flatten()
+        [curve] = left.plot(z, g, label=name)
+        for logit, style in zip(logits, ("-", "--", ":")):
+            reach = -tokens * g[(z - logit).abs().argmin()]
+            right.plot(tokens, reach, style, color=curve.get_color(), label=f"{name}, z = {logit}")
+            yield (f"{name}, z = {logit}: 1/decay is e^{reach[tile]:.0f} after {tile} tokens, "
+                   f"beyond bf16's e^{top:.1f} after {int((reach > top).int().argmax())}")
+    left.axhline(config.gate_lower_bound, color="0.5", ls="--")
+    left.set(title="§2.1.1, Eq. 5: decay of a token", xlabel="decay logit z",
+             ylabel="log-decay g = ln alpha")
+    right.axhspan(top, 115, color="0.9", label="overflows in bf16 and fp32")
+    right.plot(tile, reach[tile], "o", color=curve.get_color())
+    right.text(tile + 0.5, 65, f"e^{reach[tile]:.0f}: a tile of {tile}\nis a dense matmul")
+    right.set(title="One over the cumulative decay", xlabel="tokens since the tile began",
+              ylabel="natural logarithm of 1/decay", xlim=(0, 24), ylim=(0, 115))
+    left.legend()
+    right.legend(loc="lower right")
+
+
+def draw_glu(fig, config):
+    """Fig. 4: SwiGLU grows without bound, SiTU-GLU does not; near 0 they are the same."""
+    near, far = fig.subplots(1, 2)
+    caps = config.activation_situ_beta, config.activation_situ_linear_beta
+    situ, bound = lambda gate, up: situ_glu(gate, up, *caps), math.prod(caps)
+    x, wide = torch.linspace(-8, 8, 401), torch.linspace(-20, 60, 401)
+    for name, act in (("GLU", lambda gate, up: F.glu(torch.cat([up, gate]))),
+                      ("SwiGLU", swiglu), ("SiTU-GLU", situ)):
+        near.plot(x, act(x, torch.ones_like(x)), label=name)
+        far.plot(wide, act(wide, wide), label=name)
+    far.axhline(bound, color="0.5", ls="--")
+    far.text(-19, bound + 2, f"bound {caps[0]:g} x {caps[1]:g} = {bound:g}")
+    near.set(title="§2.3.2, Eq. 12: up = 1", xlabel="gate (pre-activation)", ylabel="value")
+    far.set(title="up = gate", xlabel="gate (pre-activation)", ylabel="value", ylim=(-5, 125))
+    near.legend()
+    for gate, up in torch.tensor([(0.1, 0.1), (1, 1), (4, 25), (-2, 3), (8, 1), (1000, 1000)]):
+        yield (f"gate {gate:g}, up {up:g}: "
+               f"SwiGLU {swiglu(gate, up):.6g}, SiTU-GLU {situ(gate, up):.6g}")
+
+
+def draw_balancing(fig, config):
+    """Fig. 5: one step of Quantile Balancing by hand, in 64ths."""
+    before, step, after = fig.subplots(1, 3)
+    s, b, k, binned = torch.tensor(EXAMPLE) / 64, torch.zeros(4), 1, QuantileHistogram(4, 1)
+    cutoff, old = draw_routing(before, "Before: scores, b = 0", s, k)
+    binned.start(b)
+    binned.add(s, cutoff)
+    b, margin = quantile_bias(s, cutoff, k), s - cutoff.unsqueeze(-1)
+    edge = margin.topk(len(s) * k // 4 + 1, 0).values[-1]      # minus b before centring
+    draw_table(step, "§2.3.3, Eq. 14: scores - cutoff", margin, margin > edge,
+               {"above edge": (margin > edge).sum(0), "edge": edge * 64, "b": b * 64})
+    _, new = draw_routing(after, "After: scores + b", s + b, k)
+    text = lambda x, digits=0: " ".join(f"{v:.{digits}f}" for v in x.tolist())
+    yield f"loads {text(old)}, cutoffs {text(cutoff * 64)} (/64)"
+    yield f"b {text(-edge * 64)}, centred {text(b * 64)} (/64), loads {text(new)}"
+    yield f"by App. D's histogram: b centred {text(binned.finish() * 64, 2)} (/64)"
+
+
+def draw_routing(ax, title, s, k):
+    experts, _, cutoff = route(s, torch.zeros(s.shape[1]), k)
+    chosen = torch.zeros_like(s).scatter(1, experts, 1)
+    draw_table(ax, title, torch.cat([s, cutoff.unsqueeze(-1)], 1), chosen, {"load": chosen.sum(0)})
+    return cutoff, chosen.sum(0)
+
+
+def draw_table(ax, title, cells, dark, below):
+    """cells [m, n or n + 1] in 64ths, those of dark [m, n] shaded, and named rows below them."""
+    m, n = dark.shape
+    ax.imshow(dark.float().numpy(), cmap="Oranges", vmax=2, aspect="auto")
+    for i, row in enumerate([*(cells * 64), *below.values()]):
+        for j, x in enumerate(row):
+            edge = i >= m or j == n
+            ax.text(j, i, f"{x:g}", ha="center", va="center", weight="bold" if edge else None)
+    names = [*(f"expert {j}" for j in range(n)), "cutoff"][:cells.shape[1]]
+    ax.set_xticks(range(len(names)), names, fontsize=8)
+    ax.set_yticks(range(m + len(below)), [*(f"token {i}" for i in range(m)), *below], fontsize=8)
+    ax.set(title=title, xlabel="in 64ths; counts in tokens", xlim=(-0.5, len(names) - 0.5),
+           ylim=(m + len(below) - 0.5, -0.5))
+    ax.tick_params(length=0, labeltop=True, labelbottom=False)
+
+
+def draw_cost(fig, config):
+    """What one sequence keeps in memory: why most layers are KDA and MLA keeps latents."""
+    c, table, ax, tokens = config, parameter_table(config), fig.subplots(), 2.0 ** np.arange(10, 21)
+    L, mla = c.num_hidden_layers, len(c.full_attn_layers)
+    full = 2 * c.num_attention_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim)
+    for name, fixed, each in (
+            (f"keys and values, all {L} layers", 0, full * L),
+            (f"keys and values, {mla} MLA layers", 0, full * mla),
+            (f"K3: latents, {mla} MLA layers", 0, table["cache bytes per token"]),
+            (f"K3: KDA state, {L - mla} layers", table["state bytes per sequence"], 0)):
+        size = (fixed + each * tokens) / 1e9
+        ax.loglog(tokens, size, label=f"{name}: {size[-1]:,.4g} GB at 1M")
+        yield f"{name}: {fixed:,} + {each:,} T bytes, {size[-1]:,.2f} GB at T = {tokens[-1]:,.0f}"
+    ax.set_xticks(tokens[::2], ["1K", "4K", "16K", "64K", "256K", "1M"])
+    ax.minorticks_off()
+    ax.set(title="§2.1: memory of one sequence (BF16, KDA's S in fp32)", xlabel="tokens",
+           ylabel="GB", ylim=(0.01, 1e6))
+    ax.legend(loc="upper left")
+
+
+def figures_command(args):
+    from matplotlib.figure import Figure           # by itself it draws with Agg, without a display
+
+    os.makedirs(args.out, exist_ok=True)
+    for name, draw, size in (("fig3", draw_decay, (10, 4)), ("fig4", draw_glu, (10, 4)),
+                             ("fig5", draw_balancing, (10, 4)), ("cost", draw_cost, (8, 4.5))):
+        fig, path = Figure(size, layout="constrained"), os.path.join(args.out, f"{name}.png")
+        for line in draw(fig, K3Config()):
+            print(f"{name}  {line}")
+        fig.supxlabel("drawn by: python k3.py figures", fontsize=8, color="0.4")
+        with replacing(path) as file:
+            fig.savefig(file, format="png", dpi=150)
+        print(path)
+
 # ---- Command line ----------------------------------------------------------------------------------------------------
 
 
@@ -2913,6 +3042,8 @@ def build_parser():
     sub.add_argument("--system", help="with --chat: a system message before it")
     sub.add_argument("--no-think", dest="think", action="store_false", help="with --chat: answer in the response channel")
     sub.add_argument("--layers-on-demand", action="store_true", help="stream layers from disk, for models beyond memory")
+    sub = command("figures", figures_command, "the report's Figs. 3, 4 and 5, and the cost of context, drawn by this code")
+    sub.add_argument("--out", default="out", metavar="DIR", help="for the PNGs (%(default)s)")
     return parser
 
 

@@ -116,25 +116,26 @@ def build(x, q, k, E, total, beta, keep=None):
     while w < C:
         (k_lo, k_hi), (q_lo, q_hi), (X_lo, X_hi) = (halves(y, w) for y in (*rows, Xk))
         before, after = total.view(-1, 2, 1, d).exp().to(x.lo).unbind(1)
-        P, Q = torch.bmm(k_hi, X_lo.mT), torch.bmm(q_hi, X_lo.mT)
+        P = torch.bmm(k_hi, X_lo.mT)
         if keep is not None:
             c_lo = halves(cols, w)[0]
             keep.append((w, P, k_hi.clone(), q_hi.clone(), c_lo.clone(), before, after))
             c_lo.mul_(after)
         Xq_hi, Xq = Xq.view(-1, 2, w, w)[:, 1], on_diagonal(Xq)
-        torch.baddbmm(Q, Xq_hi, P, alpha=-1, out=Xq[:, w:, :w])
+        mm(q_hi, X_lo.mT, Xq[:, w:, :w]).baddbmm_(Xq_hi, P, alpha=-1)
         X_lo.mul_(after).baddbmm_(P.mT, X_hi, alpha=-1)
-        rows.view(2, -1, 2, w, d)[:, :, 1].mul_(before)
+        k_hi.mul_(before)
+        q_hi.mul_(before)
         total = total.view(n, -1, 2, d).sum(2)
         w *= 2
     return rows, cols, Xq, Xk, total
 
 
-def maps(x, rows, Xq, Xk, total):
-    """o = Xq v + R S and S_next = Xk' v - M S; R takes the place of rows q."""
+def transition(x, rows, Xk, total):
+    """M of S_next = Xk' v - M S."""
     M = torch.empty(len(Xk), *2 * Xk.shape[-1:], dtype=x.acc, device=Xk.device)
     mm(Xk.mT, rows[0], M).diagonal(dim1=1, dim2=2).sub_(total.squeeze(1).exp())
-    return rows[1].baddbmm_(Xq, rows[0], alpha=-1), M
+    return M
 
 
 def scan(states, M, reverse=False):
@@ -153,12 +154,13 @@ class _KDAChunk(torch.autograd.Function):
         q, k, value, *local = load(x, q, k, v, g, beta)
         rows, cols, Xq, Xk, total = build(x, q, k, *local)
         del q, k, local, cols
-        R, M = maps(x, rows, Xq, Xk, total)
+        M = transition(x, rows, Xk, total)
         states = S.new_empty(x.shape[0] + 1, *S.flatten(0, 1).shape)
         states[0] = S.flatten(0, 1)
         mm(Xk.mT, value, states[1:].flatten(0, 1))
         scan(states, M)
         del M, Xk
+        R = rows[1].baddbmm_(Xq, rows[0], alpha=-1)
         o = mm(Xq, value, torch.empty_like(value), alpha=scale)
         o.baddbmm_(R, states[:-1].flatten(0, 1).to(x.lo), alpha=scale)
         return x.back(o, v.dtype), states[-1].view_as(S).clone()
@@ -171,7 +173,7 @@ class _KDAChunk(torch.autograd.Function):
         q, k, v, E, total, beta = load(x, *inputs)
         do = x.turn(x.pad(do).to(x.lo)).mul_(ctx.scale)
         rows, cols, Xq, Xk, decay = build(x, q, k, E, total, beta, keep)
-        R, M = maps(x, rows, Xq, Xk, decay)
+        R, M = rows[1].baddbmm_(Xq, rows[0], alpha=-1), transition(x, rows, Xk, decay)
         S, D = torch.empty(2, x.shape[0] + 1, *S0.flatten(0, 1).shape, dtype=x.acc, device=S0.device)
         S[0], D[-1] = S0.flatten(0, 1), dS.flatten(0, 1)
         mm(Xk.mT, v, S[1:].flatten(0, 1))
@@ -201,12 +203,10 @@ class _KDAChunk(torch.autograd.Function):
         past = cols * dend
         dcols = torch.zeros_like(k)
         for w, _, k_hi, q_hi, c_lo, before, after in reversed(levels):
-            drows.view(2, -1, 2, w, k.shape[-1])[:, :, 1].mul_(before)
-            halves(dcols, w)[0].mul_(after)
             da, db = (blocks(y, w) for y in dA)
-            halves(drows[0], w)[1].baddbmm_(da, c_lo)
-            halves(drows[1], w)[1].baddbmm_(db, c_lo)
-            halves(dcols, w)[0].baddbmm_(da.mT, k_hi).baddbmm_(db.mT, q_hi)
+            halves(drows[0], w)[1].mul_(before).baddbmm_(da, c_lo)
+            halves(drows[1], w)[1].mul_(before).baddbmm_(db, c_lo)
+            halves(dcols, w)[0].mul_(after).baddbmm_(da.mT, k_hi).baddbmm_(db.mT, q_hi)
         del keep, levels
         decay = total.flip(1).cumsum(1).flip(1)               # from each tile's start to the chunk's end
         tiles(dcols).mul_(total.view(-1, 1, k.shape[-1]).exp().to(x.lo))
@@ -214,11 +214,14 @@ class _KDAChunk(torch.autograd.Function):
         da, db = (y.unflatten(2, (-1, TILE)).unflatten(1, (-1, TILE)).diagonal(0, 1, 3).movedim(-1, 1)
                   .reshape(-1, TILE, TILE).tril_(-1) for y in dA)
         rk, rq, ck = k * E, q * E, k / E
-        drk, drq, dck = drows[0].to(x.acc), drows[1].to(x.acc), dcols.to(x.acc)
-        mm(da, tiles(ck), tiles(drk), beta=1)
-        mm(db, tiles(ck), tiles(drq), beta=1)
-        mm(da.mT, tiles(rk), tiles(dck), beta=1)
-        mm(db.mT, tiles(rq), tiles(dck), beta=1)
+        drk, drq, dck, part = (torch.empty(k.shape, dtype=x.acc, device=k.device) for _ in range(4))
+        mm(da, tiles(ck), tiles(drk))
+        mm(db, tiles(ck), tiles(drq))
+        mm(da.mT, tiles(rk), tiles(dck))
+        mm(db.mT, tiles(rq), tiles(part))
+        drk += drows[0]
+        drq += drows[1]
+        dck.add_(part).add_(dcols)
         dG = (rk * drk).addcmul_(rq, drq).addcmul_(ck, dck, value=-1)
         dg = torch.empty_like(dG)
         dg[:, 0] = dtotal + dG.sum(1)
@@ -230,8 +233,10 @@ class _KDAChunk(torch.autograd.Function):
         return dq, dk, dv, dg, x.back(dbeta, inputs[4].dtype).squeeze(-1), dS, None
 
 
+# ---- experts
+
 class _Gather(torch.autograd.Function):
-    """x[index] whose gradient is gathered back too, by `back` [len(x), repeats]: no atomics, one fixed order."""
+    """x[index]; its gradient is gathered as well, by back [len(x), uses]: no atomics, so one order of summation."""
 
     @staticmethod
     def forward(ctx, x, index, back):
@@ -244,20 +249,58 @@ class _Gather(torch.autograd.Function):
         return dy.index_select(0, back.flatten()).unflatten(0, back.shape).sum(1), None, None
 
 
-def situ(gate, up):
-    gate, up = gate.float(), up.float()
+def _situ_glu(gate, up):
+    gate, up = (y.to(torch.promote_types(y.dtype, torch.float32)) for y in (gate, up))
     return 4 * torch.tanh(gate / 4) * torch.sigmoid(gate) * (25 * torch.tanh(up / 25))
 
 
+def _mxfp4(packed, scale, slice_=32):
+    """[E, out, in/2] u8 and [E, out, in/32] u8 to [E, out, in] bf16, by a table of the two values of every
+    (scale, byte); the 4-byte indices of slice_ experts exist at a time."""
+    code = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=packed.device)
+    byte, e = torch.arange(256, device=packed.device), torch.arange(256.0, dtype=torch.float64, device=packed.device)
+    pair = torch.cat([code, -code])[torch.stack([byte & 15, byte >> 4], -1)]
+    power = torch.exp2(e - 127).masked_fill_(e == 255, float("nan"))
+    table = (power[:, None, None] * pair).bfloat16().view(torch.int32).flatten()
+    new = torch.empty(*packed.shape, dtype=torch.int32, device=packed.device)        # two bf16 in each
+    for a in range(0, len(packed), slice_):
+        part = slice(a, a + slice_)
+        index = scale[part].to(torch.int32).mul_(256).unsqueeze(-1) + packed[part].unflatten(-1, (-1, 16))
+        torch.index_select(table, 0, index.flatten(), out=new[part].flatten())
+    return new.view(torch.bfloat16)
+
+
+def _product(rows, w, ends):
+    """rows[a:b] @ w[e].T for every expert e, whose rows are those from ends[e - 1] to ends[e]."""
+    w = _mxfp4(*w).to(rows.dtype) if isinstance(w, tuple) else w
+    if rows.is_cuda and rows.dtype != torch.bfloat16:
+        raise ValueError(f"experts_grouped on a GPU takes bfloat16, not {rows.dtype}: use kernel=\"plain\"")
+    if rows.is_cuda:
+        return F.grouped_mm(rows, w.mT, offs=ends)
+    return torch.cat([r @ m.mT for r, m in zip(rows.tensor_split(ends[:-1].long()), w.unbind())])
+
+
 def experts_grouped(x, experts, weights, w1, w3, w2, act=None):
-    act = act or situ
+    """The routed experts' weighted sum, tokens sorted by expert.  [§2.3]
+
+    x        (m, l)      what enters the experts
+    experts  (m, k)      int64, the chosen ones, in any order; any of them may be chosen by no token
+    weights  (m, k)      mixture weights
+    w1, w3   (E, i, l)   gate and up, w2 (E, l, i) down; each may be the checkpoint's (packed, scale) pair instead,
+                         decoded to bf16 one matrix kind at a time
+    act      (gate, up) -> hidden; the default is SiTU-GLU with caps 4 and 25, in fp32
+    Returns (m, l). The weight multiplies the hidden vector, which is rounded there anyway, not the expert's output.
+    Raises ValueError on a GPU for another dtype than bfloat16: the grouped matmul there has no other kernel.
+    """
     m, k = experts.shape
+    if m == 0:
+        return x.clone()
     chosen, order = experts.flatten().sort(stable=True)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(m * k, device=x.device)).view(m, k)
-    ends = torch.searchsorted(chosen, torch.arange(len(w1), device=x.device), right=True, out_int32=True)
-    rows = _Gather.apply(x, order // k, back)
-    share = _Gather.apply(weights.flatten(), order, back.view(-1, 1)).unsqueeze(-1)
-    product = lambda a, w: F.grouped_mm(a, w.mT, offs=ends)
-    h = (act(product(rows, w1), product(rows, w3)) * share).to(x.dtype)
-    y = product(h, w2)
-    return _Gather.apply(y, back.flatten(), order.view(-1, 1)).unflatten(0, (m, k)).sum(1)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(m * k, device=x.device))
+    E = len(w1[0] if isinstance(w1, tuple) else w1)
+    ends = torch.searchsorted(chosen, torch.arange(E, device=x.device), right=True, out_int32=True)
+    rows = _Gather.apply(x, order // k, place.view(m, k))
+    share = _Gather.apply(weights.flatten(), order, place.view(-1, 1)).unsqueeze(-1)
+    h = (act or _situ_glu)(_product(rows, w1, ends), _product(rows, w3, ends))
+    y = _product((h * share).to(x.dtype), w2, ends)
+    return _Gather.apply(y, place, order.view(-1, 1)).unflatten(0, (m, k)).sum(1)

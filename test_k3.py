@@ -1843,6 +1843,63 @@ def test_development_checkpoint(tmp_path, capsys):
     assert all(prints)
 
 
+# ---- figures
+
+def drawn(draw):
+    """The panels that a figure's function draws."""
+    from matplotlib.figure import Figure
+
+    fig = Figure()
+    list(draw(fig, k3.K3Config()))
+    return fig.axes
+
+
+def test_figures_command(tmp_path, capsys):
+    """Four pictures that show something, and the worked example's known numbers beside their paths."""
+    from matplotlib.image import imread
+
+    assert k3.main(["figures", "--out", str(tmp_path / "new" / "folder")]) == 0
+    said = capsys.readouterr().out
+    for name in ("fig3", "fig4", "fig5", "cost"):
+        path = tmp_path / "new" / "folder" / f"{name}.png"
+        pixels = imread(path)
+        assert str(path) in said and pixels.shape[1] >= 1200 and 0.01 < (pixels[..., :3] < 0.9).mean() < 0.5
+    assert sorted(p.suffix for p in (tmp_path / "new" / "folder").iterdir()) == [".png"] * 4
+    assert "loads 4 3 1 0, cutoffs 52 44 46 40 43 46 48 20" in said
+    assert "b -13 -4 11 14, centred -15 -6 9 12 (/64), loads 2 2 2 2" in said
+    assert "gate 4, up 25: SwiGLU 98.2014, SiTU-GLU 56.9593" in said and "K3, z = 20: 1/decay is e^80 " in said
+
+
+def test_figures_that_cannot_be_written_are_one_sentence(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "out" / "fig3.png").mkdir(parents=True)
+    for out in ("file", "file/below", "out"):
+        assert k3.main(["figures", "--out", str(tmp_path / out)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_drawn_curves_keep_their_bounds():
+    """Eq. 5: g in [-5, 0], so a tile of 16 stays within e^80. Eq. 12: at most 4 x 25, and SwiGLU near 0."""
+    decay, reach = drawn(k3.draw_decay)
+    kimi_linear, bounded = (torch.as_tensor(decay.lines[i].get_ydata()) for i in (0, 1))
+    assert -5 <= bounded.min() < -4.999 and bounded.max() <= 0 and kimi_linear.min() < -19
+    tokens, exponent = next(line for line in reach.lines if line.get_label() == "K3, z = 20").get_data()
+    assert exponent[list(tokens).index(16)] == pytest.approx(80)
+    near, far = drawn(k3.draw_glu)
+    x, (glu, swiglu, situ) = (torch.as_tensor(near.lines[0].get_xdata()),
+                              (torch.as_tensor(line.get_ydata()) for line in near.lines))
+    assert (situ - swiglu)[x.abs() < 0.1].abs().max() < 1e-4 and glu.max() <= 1
+    _, swiglu, situ = (torch.as_tensor(line.get_ydata()) for line in far.lines[:3])
+    assert 98 < situ.abs().max() <= 100 < swiglu.max()
+
+
+def test_balancing_figure_holds_the_worked_example():
+    before, step, after = ([t.get_text() for t in ax.texts] for ax in drawn(k3.draw_balancing))
+    assert before[-4:] == ["4", "3", "1", "0"] and after[-4:] == ["2", "2", "2", "2"]
+    assert before[4:40:5] == ["52", "44", "46", "40", "43", "46", "48", "20"]
+    assert step[32:36] == ["2"] * 4 and step[40:] == ["-15", "-6", "9", "12"]
+
+
 # ---- full size, when asked: python -m pytest -m large -s
 
 def full_size_layer(folder, mla, moe):
