@@ -20,8 +20,11 @@ def kda_chunk(q, k, v, g, beta, S=None, scale=None):
 
 def mm(a, b, out, beta=0, alpha=1):
     """out = beta * out + alpha * a @ b, batched, summed in fp32 and rounded once, to out's dtype."""
-    wide = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
-    return torch.baddbmm(out, a, b, **wide, beta=beta, alpha=alpha, out=out)
+    if out.is_cuda or out.is_contiguous():
+        wide = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+        return torch.baddbmm(out, a, b, **wide, beta=beta, alpha=alpha, out=out)
+    product = torch.bmm(a, b).mul_(alpha)             # on a CPU baddbmm takes a strided out matrix by matrix
+    return out.copy_(product.add_(out, alpha=beta) if beta else product)
 
 
 def reorder(new, x):
@@ -122,8 +125,8 @@ def build(x, q, k, E, total, beta, keep=None):
             keep.append((w, P, k_hi.clone(), q_hi.clone(), c_lo.clone(), before, after))
             c_lo.mul_(after)
         Xq_hi, Xq = Xq.view(-1, 2, w, w)[:, 1], on_diagonal(Xq)
-        mm(q_hi, X_lo.mT, Xq[:, w:, :w]).baddbmm_(Xq_hi, P, alpha=-1)
-        X_lo.mul_(after).baddbmm_(P.mT, X_hi, alpha=-1)
+        mm(Xq_hi, P, mm(q_hi, X_lo.mT, Xq[:, w:, :w]), beta=1, alpha=-1)
+        mm(P.mT, X_hi, X_lo.mul_(after), beta=1, alpha=-1)
         k_hi.mul_(before)
         q_hi.mul_(before)
         total = total.view(n, -1, 2, d).sum(2)
@@ -188,7 +191,7 @@ class _KDAChunk(torch.autograd.Function):
         del Xq, Xk, R, rows
         T, *levels = keep
         for w, P, *_ in reversed(levels):
-            halves(u, w)[1].baddbmm_(P, halves(u, w)[0], alpha=-1)
+            mm(P, halves(u, w)[0], halves(u, w)[1], beta=1, alpha=-1)
         u = torch.bmm(T, tiles(u)).view_as(v)
         dbeta = (dr * u).sum(-1, keepdim=True, dtype=x.acc) / beta.square().clamp_min(1e-30)
         own = (do * u).sum(-1, keepdim=True, dtype=x.acc).to(x.lo)          # q_i . k_i carries no decay
@@ -204,9 +207,9 @@ class _KDAChunk(torch.autograd.Function):
         dcols = torch.zeros_like(k)
         for w, _, k_hi, q_hi, c_lo, before, after in reversed(levels):
             da, db = (blocks(y, w) for y in dA)
-            halves(drows[0], w)[1].mul_(before).baddbmm_(da, c_lo)
-            halves(drows[1], w)[1].mul_(before).baddbmm_(db, c_lo)
-            halves(dcols, w)[0].mul_(after).baddbmm_(da.mT, k_hi).baddbmm_(db.mT, q_hi)
+            mm(da, c_lo, halves(drows[0], w)[1].mul_(before), beta=1)
+            mm(db, c_lo, halves(drows[1], w)[1].mul_(before), beta=1)
+            mm(db.mT, q_hi, mm(da.mT, k_hi, halves(dcols, w)[0].mul_(after), beta=1), beta=1)
         del keep, levels
         decay = total.flip(1).cumsum(1).flip(1)               # from each tile's start to the chunk's end
         tiles(dcols).mul_(total.view(-1, 1, k.shape[-1]).exp().to(x.lo))

@@ -1899,6 +1899,87 @@ def test_balancing_figure_holds_the_worked_example():
     assert before[4:40:5] == ["52", "44", "46", "40", "43", "46", "48", "20"]
     assert step[32:36] == ["2"] * 4 and step[40:] == ["-15", "-6", "9", "12"]
 
+# ---- typical mistakes, as `trace --against` would show them
+
+def wrong(name, new):
+    """A change of one k3 function: new(original, *arguments) in its place."""
+    def patch(monkeypatch, model):
+        old = getattr(k3, name)
+        monkeypatch.setattr(k3, name, lambda *a, **k: new(old, *a, **k))
+    return patch
+
+
+def edited(path, edit):
+    """A change of every module whose name ends with path."""
+    def patch(monkeypatch, model):
+        for name, module in model.named_modules():
+            if name.endswith(path):
+                edit(module)
+    return patch
+
+
+def swap_gate_and_up(experts):
+    experts.w1, experts.w3 = experts.w3, experts.w1
+
+
+def raw_keys(old, sources, query, weight, eps):
+    return sources @ (query * weight).transpose(0, -1)
+
+
+MISTAKES = [
+    ("KDA: query scale left out", "0.attn_out", wrong("kda_recurrent", lambda f, *a: f(*a, scale=1.0))),
+    ("KDA: A_log ignored", "0.attn_out", wrong("kda_log_decay", lambda f, z, A, b, m: f(z, A * 0, b, m))),
+    ("KDA: dt_bias added after the scale", "0.attn_out", wrong("kda_log_decay", lambda f, z, A, b, m: f(
+        z * A.exp()[:, None] + b.view(z.shape[-2:]), A * 0, b * 0, m))),
+    ("KDA: softplus decay", "0.attn_out", wrong("kda_log_decay", lambda f, z, A, b, m: f(z, A, b, None))),
+    ("KDA: lower bound -4", "0.attn_out", wrong("kda_log_decay", lambda f, z, A, b, m: f(z, A, b, -4.0))),
+    ("KDA: q and k not normalised", "0.attn_out", wrong("l2_norm", lambda f, x: x)),
+    ("KDA: convolution taps reversed", "0.attn_out", wrong("short_conv", lambda f, x, w, t: f(x, w.flip(-1), t))),
+    ("KDA: output norm's weight left out", "0.attn_out", edited("o_norm", lambda m: m.weight.data.fill_(1))),
+    ("MLA: eps 1e-5 in the latent norms", "3.attn_out", edited("a_layernorm", lambda m: setattr(m, "eps", 1e-5))),
+    ("MLA: scale from the nope part only", "3.attn_out", wrong("mla_full", lambda f, q, *a: f(q * (48 / 32) ** 0.5, *a))),
+    ("MLA: rope channels dropped", "3.attn_out", wrong("mla_full", lambda f, q, *a: f(
+        torch.cat([q[..., :32], 0 * q[..., 32:]], -1), *a))),
+    ("SiTU: no caps (SwiGLU)", "0.ffn_out", wrong("situ_glu", lambda f, gate, up, *caps: k3.swiglu(gate, up))),
+    ("SiTU: caps exchanged", "0.ffn_out", wrong("situ_glu", lambda f, gate, up, a, b: f(gate, up, b, a))),
+    ("MoE: bias in the mixture weights", "1.topk_weight", wrong("route", lambda f, s, b, k: (
+        *f(s, b, k)[:1], k3.mixture_weights(s + b, f(s, b, k)[0]), f(s, b, k)[2]))),
+    ("MoE: bias ignored in the choice", "1.topk_idx", wrong("route", lambda f, s, b, k: f(s, 0 * b, k))),
+    ("MoE: weights not renormalised", "1.topk_weight", wrong("mixture_weights", lambda f, s, e: s.gather(-1, e))),
+    ("MoE: latent norm left out", "1.ffn_out", edited("block_sparse_moe", lambda m: delattr(m, "routed_expert_norm"))),
+    ("MoE: shared experts left out", "1.ffn_out", edited("block_sparse_moe", lambda m: delattr(m, "shared_experts"))),
+    ("MoE: w1 and w3 exchanged", "1.ffn_out", edited(".experts", swap_gate_and_up)),
+    ("AttnRes: keys not normalised", "0.ffn_in", wrong("attn_res_scores", raw_keys)),
+    ("AttnRes: uniform weights", "0.ffn_in", wrong("attn_res_scores", lambda f, *a: 0 * f(*a))),
+    ("AttnRes: scores divided by sqrt(D)", "0.ffn_in", wrong("attn_res_scores", lambda f, *a: f(*a) / 8)),
+    ("AttnRes: blocks start a layer late", "1.ffn_in", lambda monkeypatch, model: [
+        setattr(layer, "starts_block", i % 2 == 1 or i == 0) for i, layer in enumerate(model.language_model.model.layers)]),
+    ("AttnRes: output mix left out", "final_mixed", lambda monkeypatch, model: monkeypatch.setattr(
+        k3.TextModel, "output_mix", lambda self, blocks, s: s))]
+
+
+@pytest.mark.parametrize("mistake, place, patch", MISTAKES, ids=[m[0] for m in MISTAKES])
+def test_typical_mistakes_show_where_they_are(monkeypatch, mistake, place, patch):
+    """Each mistake of the field moves first the half layer it is in. `-s` prints how far, for the README's table."""
+    right, model, ids = {}, tiny(torch.float64), some_ids()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.mul_(0.02 if "q_a_proj" in name or "kv_a_proj" in name else 1)      # small, so that an eps matters
+        model(ids, record=right)
+        patch(monkeypatch, model)
+        if place.startswith("0.attn") or "SiTU" in mistake:
+            for m in model.modules():                  # an activation or kernel held since construction
+                if hasattr(m, "act"):
+                    m.act = k3.activation(model.config)
+        seen = {}
+        model(ids, record=seen)
+    order = ["embed", *(f"layers.{i}.{n}" for i in range(5) for n in k3.RECORDED), "final_mixed", "final_normed", "logits"]
+    differs = lambda n: (right[n] != seen[n]).any() if n.endswith("idx") else rel(seen[n], right[n]) > 1e-4
+    first = next(n for n in order if n in right and differs(n))
+    moved = rel(seen[first], right[first])
+    print(f"\n| {mistake} | `{first}` | {moved:.1e} | {rel(seen['logits'], right['logits']):.2f} |", end="")
+    assert first.removeprefix("layers.") == place
+
 
 # ---- full size, when asked: python -m pytest -m large -s
 

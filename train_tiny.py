@@ -1,7 +1,7 @@
 """Train a toy Kimi K3 on real text: Per-Head Muon, Quantile Balancing, figures, a checkpoint.
 
     python train_tiny.py                 on the GPU if there is one, else the smaller CPU preset
-    python train_tiny.py --preset cpu    2 CPU cores: TIME, BPB bits per held-out byte (UNI without context)
+    python train_tiny.py --preset cpu    2 CPU cores: TIME, BPB bits per held-out byte
     python train_tiny.py --plot out      the figures again, from out/metrics.jsonl
 
 A run leaves in --out (default out/): metrics.jsonl (a header, then one object a step), the figures,
@@ -105,7 +105,7 @@ def bits_per_byte(model, text, run):
 
 
 class Row(NamedTuple):
-    """A line of the parameter table; param's rows are heads x (rows[0] + rows[1] + ...), in that order."""
+    """A line of the parameter table; param's rows are heads x (rows[0] + rows[1] + ...)."""
     name: str
     param: torch.Tensor
     group: str      # "muon" or "adamw"
@@ -178,8 +178,8 @@ def newton_schulz(G, steps=5, dtype=None):
 class PerHeadMuon:
     """Muon on the blocks of the table's "muon" rows, AdamW on its others; gradients are only read.
 
-    Blocks of one shape are orthogonalised together. Nothing waits for the device: lr is a tensor, and
-    where the gradient is not finite every change is multiplied by 0: weights and momenta stay.
+    Blocks of one shape are orthogonalised together. Nothing waits for the device: lr is a tensor,
+    and where the gradient is not finite every change is multiplied by 0: weights and momenta stay.
     clip   of the gradient's norm, all tensors together
     dtype  of newton_schulz
     state  name -> tensor, all that a resumed run needs
@@ -503,7 +503,7 @@ def train(args):
             optimizer.state[name].copy_(t)
     write_whole(out / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
     print(f"{sum(t.numel() for t in model.parameters()):,} parameters, {header['hardware']}; "
-          f"{len(text):,} bytes to train on, {header['unigram_bits']:.3f} bits each without context")
+          f"{len(text):,} bytes to train on, entropy of a byte {header['unigram_bits']:.3f} bits")
 
     ids, labels = (torch.zeros(size, length, dtype=torch.long, device=device) for _ in range(2))
     run_step = make_step(model, balancer, optimizer, ids, labels)
@@ -545,7 +545,8 @@ def train(args):
         numbers, clock = [], time.perf_counter()
 
     middle = len(held) // 2
-    finish(model.eval(), out, bytes(held[middle:middle + 64]).decode(errors="ignore"), args.seed)
+    prompt = bytes(held[middle:middle + 64]).decode(errors="ignore").strip()
+    finish(model.eval(), out, prompt or "def", args.seed)
     print(f"{time.perf_counter() - began:.0f} s in all")
 
 
@@ -554,7 +555,8 @@ def finish(model, out, prompt, seed):
     folder = out / "checkpoint"
     save_checkpoint(model, folder, experts="bf16")    # not trained for MXFP4's rounding
     save_byte_tokenizer(folder)
-    sample = "".join(generate(model, load_tokenizer(folder), prompt, 200, 0.7, 0.95, seed))
+    tokenizer = load_tokenizer(folder)
+    sample = "".join(generate(model, tokenizer, prompt, 200, temperature=0.8, seed=seed))
     print(f"---- held-out text, | and a sample that continues it ----\n{prompt}|{sample}\n----")
     print("figures", *plot(out), "\ncheckpoint", folder)
     rows = read_log(out)
@@ -564,8 +566,8 @@ def finish(model, out, prompt, seed):
         print(f"every MoE layer's imbalance is below 1.5 from step {settled + 1} on, "
               f"{max(worst[settled:]):.2f} at most")
     bits = [row["val_bpb"] for row in rows if "val_bpb" in row][-1]
-    print(f"validation {bits:.3f} bits per byte, without context "
-          f"{rows[0]['header']['unigram_bits']:.3f} (the entropy of single bytes)")
+    print(f"validation {bits:.3f} bits per byte; entropy of single bytes "
+          f"{rows[0]['header']['unigram_bits']:.3f}")
 
 
 def main(argv=None):
@@ -580,7 +582,7 @@ def main(argv=None):
     add("--balance", choices=("qb", "qb-exact", "sign", "none"), default="qb")
     add("--optimizer", choices=("per-head-muon", "muon", "adamw"), default="per-head-muon")
     add("--no-cuda-graph", action="store_true", help="launch every kernel by itself")
-    add("--set", metavar="KEY=VALUE", action="append", default=[], help="any config key, repeatable")
+    add("--set", metavar="KEY=VALUE", action="append", default=[], help="config key; repeatable")
     add("--plot", metavar="DIR", help="only draw the figures of DIR/metrics.jsonl again")
     args = ap.parse_args(argv)
     try:
