@@ -10,8 +10,12 @@ tensors, definition first; modules hold weights under the released checkpoint's 
     §2.3.1  Stable LatentMoE         Gate, Experts, LatentMoE                      Eq. 11
     §2.3.2  SiTU-GLU                 situ_glu                                      Eq. 12
     §2.3.3  Quantile Balancing       route, quantile_bias, QuantileHistogram       Eqs. 13-14, App. C-D
-    model   layers, K3, MTP          DecoderLayer, K3, State
-    files   the released layout      mxfp4_decode, load_model, save_checkpoint
+    §2.4    Vision: MoonViT-V2       MoonViT, Projector, preprocess_image
+    model   layers, state, MTP       DecoderLayer, K3, State, MTP
+    files   folders and URLs         Checkpoint, mxfp4_decode, load_model, save_checkpoint, inventory
+    checks  one layer in memory      StreamedK3, trace
+    text    tokenizer, chat          load_tokenizer, chat_prompt, generate
+    shell   python k3.py --help      params, verify, trace, generate, figures
 
 Symbols the report uses twice keep one meaning here:
     B batch   T tokens   D hidden width (7168)   H heads (96)   dk, dv head widths (128)   V vocabulary
@@ -24,7 +28,8 @@ dtype of the embedding's output. In fp32, whatever the model's dtype: norms, dec
 router, softmax, SiTU, AttnRes scores, losses. Each such island goes up at its start (`f32`) and back to x.dtype as its
 last act. float64 stays float64, so that any part can be held to a float64 run.
 
-Not here: expert and context parallelism, post-training, speculative decoding servers.
+Not here: expert and context parallelism, post-training, serving. kernels.py holds fast twins of the plain paths;
+without it everything works, slower.
 """
 import argparse
 import base64
@@ -135,42 +140,49 @@ class K3Config:
     projector_ln_eps: float = 1e-5
 
     def __post_init__(self):
-        n = self.num_hidden_layers
-        if self.full_attn_layers is None:
-            kda = self.kda_layers
-            self.full_attn_layers = (_every_fourth_and_last(n) if kda is None else
-                                     [i for i in range(1, n + 1) if i not in kda])
-        if self.kda_layers is None:
-            self.kda_layers = [i for i in range(1, n + 1) if i not in self.full_attn_layers]
+        self._check_kinds()                            # before anything is built that is as long as they say
+        n, mla = self.num_hidden_layers, self.full_attn_layers
+        if mla is None:
+            mla = (_every_fourth_and_last(n) if self.kda_layers is None else
+                   [i for i in range(1, n + 1) if i not in self.kda_layers])
+        self.full_attn_layers = list(mla)
+        self.kda_layers = list(self.kda_layers or [i for i in range(1, n + 1) if i not in mla])
         if self.vt_num_hidden_layers == 0:             # nothing to see with: one way of saying so
             for f in dataclasses.fields(self):
                 if f.name in VISION[1:]:
                     setattr(self, f.name, f.default)
         self.merge_kernel_size = tuple(self.merge_kernel_size)
-        self._check()
+        self._check_fit()
 
-    def _check(self):
-        """Raises ValueError naming the key whose value is of the wrong kind or does not fit the others."""
+    def _check_kinds(self):
+        """Raises ValueError naming the key whose value is of the wrong kind or out of range by itself."""
         for f in dataclasses.fields(self):
-            value, optional = getattr(self, f.name), f.name in OPTIONAL
-            kind = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}.get(f.type)
-            good = (value is None and optional) or kind is None or (
-                isinstance(value, bool) == (f.type is bool) and
-                isinstance(value, (int, float) if f.type is float else f.type))
-            need(good, f.name, value, kind + (" or null" if optional else "") if kind else "")
-            if f.type is int and value is not None:
-                low = 0 if f.name in MAY_BE_ZERO or f.name.endswith("token_id") else 1
-                need(value >= low, f.name, value, f"at least {low}")
+            key, value = f.name, getattr(self, f.name)
+            if value is None and key in OPTIONAL:
+                continue
+            if f.type in (list, tuple):
+                need(isinstance(value, (list, tuple)) and all(type(i) is int and 0 < i <= 1024 for i in value),
+                     key, value, "a list of whole numbers from 1 to 1024")
+            elif f.type is float:
+                need(type(value) in (int, float) and abs(value) < 1e38, key, value, "a finite number")
+            elif f.type is int:
+                low = 0 if key in MAY_BE_ZERO or key.endswith("token_id") else 1
+                most = MOST.get(key, 2 ** 18)
+                need(type(value) is int and low <= value <= most, key, value, f"a whole number from {low} to {most}")
+            else:
+                need(type(value) is f.type, key, value, "true or false" if f.type is bool else "a string")
+
+    def _check_fit(self):
+        """Raises ValueError naming the key whose value does not fit the others, or is not built here."""
         both = sorted([*self.kda_layers, *self.full_attn_layers])
         need(both == list(range(1, self.num_hidden_layers + 1)), "kda_layers", self.kda_layers,
              f"with full_attn_layers each of the layers 1 to {self.num_hidden_layers} once")
         need(self.hidden_act in ("situ", "silu"), "hidden_act", self.hidden_act, "situ or silu")
         need(self.dtype in ("bfloat16", "float32"), "dtype", self.dtype, "bfloat16 or float32")
-        need(self.gate_lower_bound is None or -math.inf < self.gate_lower_bound < 0, "gate_lower_bound",
-             self.gate_lower_bound, "below 0 or null")
-        need(self.num_nextn_predict_layers in (0, 1), "num_nextn_predict_layers", self.num_nextn_predict_layers, "0 or 1")
-        need(min(self.activation_situ_beta, self.activation_situ_linear_beta, self.rms_norm_eps) > 0,
-             "activation_situ_beta", self.activation_situ_beta, "positive, as the other cap and rms_norm_eps must be")
+        need(self.gate_lower_bound is None or self.gate_lower_bound < 0, "gate_lower_bound", self.gate_lower_bound,
+             "below 0 or null")
+        for key in ("activation_situ_beta", "activation_situ_linear_beta", "rms_norm_eps", "projector_ln_eps"):
+            need(getattr(self, key) > 0, key, getattr(self, key), "more than 0")
         if self.num_experts is not None:
             need(self.num_experts_per_token < self.num_experts, "num_experts_per_token", self.num_experts_per_token,
                  f"less than num_experts = {self.num_experts}, since the cutoff is the next score")
@@ -178,8 +190,8 @@ class K3Config:
             need(self.qkv_hidden_size % (4 * self.vt_num_attention_heads) == 0, "qkv_hidden_size", self.qkv_hidden_size,
                  "a multiple of 4 vt_num_attention_heads, since rotary pairs alternate between x and y")
             need(self.vt_hidden_size % 2 == 0, "vt_hidden_size", self.vt_hidden_size, "even")
-            need(len(self.merge_kernel_size) == 2 and min(self.merge_kernel_size) >= 1, "merge_kernel_size",
-                 self.merge_kernel_size, "two whole numbers")
+            need(len(self.merge_kernel_size) == 2 and max(self.merge_kernel_size) <= 16, "merge_kernel_size",
+                 self.merge_kernel_size, "two whole numbers up to 16")
 
     @classmethod
     def tiny(cls, **over):
@@ -203,12 +215,8 @@ class K3Config:
         all three are absent, decay is Kimi Linear's softplus and the caps are the report's 4 and 25.
         """
         if not isinstance(source, dict):
-            with open(source, encoding="utf-8") as f:
-                try:
-                    source = json.load(f)
-                except ValueError as e:
-                    raise ValueError(f"{source} is not JSON: {e}") from None
-            need(isinstance(source, dict), "config", source, "an object")
+            with open(source, "rb") as f:
+                source = parse_json(f.read(MAX_JSON), source)
         outer = dict(source)
         text = outer.pop("text_config") if "text_config" in outer else dict(outer)
         vision = outer.pop("vision_config", None)
@@ -217,6 +225,9 @@ class K3Config:
         text.pop("vision_config", None)
         linear = text.pop("linear_attn_config", None)
         need(isinstance(linear, dict), "linear_attn_config", linear, "an object")
+        need(vision is None or isinstance(vision, dict), "vision_config", vision, "an object or null")
+        if strange := sorted(linear.keys() - LINEAR_KEYS):
+            raise ValueError(f"config: unknown key {strange[0]!r} in linear_attn_config")
         flat = {RENAMED.get(k, k): v for k, v in linear.items()}
         known = {f.name for f in dataclasses.fields(cls)}
         for group in (outer, text, vision or {}):
@@ -267,18 +278,22 @@ class K3Config:
 
 def need(good, key, value, wanted):
     if not good:
-        raise ValueError(f"config: {key} is {value!r}, expected {wanted}")
+        raise ValueError(f"config: {key} is {show(value)}, expected {wanted}")
 
 
 RENAMED = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim"}
 LINEAR = {new: {v: k for k, v in RENAMED.items()}.get(new, new) for new in (
     "kda_layers", "full_attn_layers", "linear_num_heads", "linear_head_dim", "short_conv_kernel_size",
     "gate_lower_bound", "use_full_rank_gate")}
+LINEAR_KEYS = set(LINEAR.values())
 VISION = ("vt_num_hidden_layers", "vt_hidden_size", "vt_intermediate_size", "vt_num_attention_heads", "qkv_hidden_size",
           "patch_size", "merge_kernel_size", "init_pos_emb_height", "init_pos_emb_width", "init_pos_emb_time",
           "projector_ln_eps")
 SITU_KEYS = {"gate_lower_bound", "activation_situ_beta", "activation_situ_linear_beta"}
-OPTIONAL = {"gate_lower_bound", "q_lora_rank", "attn_res_block_size", "num_experts", "routed_expert_hidden_size"}
+OPTIONAL = {"kda_layers", "full_attn_layers", "gate_lower_bound", "q_lora_rank", "attn_res_block_size", "num_experts", "routed_expert_hidden_size"}
+MOST = {"num_hidden_layers": 1024, "vt_num_hidden_layers": 1024, "num_experts": 8192, "num_nextn_predict_layers": 1,
+        "patch_size": 1024, "short_conv_kernel_size": 64, "vocab_size": 2 ** 24, "max_position_embeddings": 2 ** 40,
+        "bos_token_id": 2 ** 24, "eos_token_id": 2 ** 24, "pad_token_id": 2 ** 24, "media_placeholder_token_id": 2 ** 24}
 MAY_BE_ZERO = {"first_k_dense_replace", "num_shared_experts", "num_nextn_predict_layers", "vt_num_hidden_layers",
                "qk_rope_head_dim"}
 MAY_BE_MISSING = {"media_placeholder_token_id", "initializer_range", "max_position_embeddings", "routed_scaling_factor", "dtype"}
@@ -422,7 +437,7 @@ def kda_log_decay(z, A_log, dt_bias, g_min):
     Returns g [B, T, H, dk] in fp32.
     """
     z = f32(z) + dt_bias.view(z.shape[-2:])
-    A = A_log.clamp(max=80).exp().unsqueeze(-1)    # beyond e^80 fp32 overflows, and inf * 0 is NaN
+    A = A_log.to(z.dtype).clamp(max=80).exp().unsqueeze(-1)    # beyond e^80 fp32 overflows, and inf * 0 is NaN
     return -A * F.softplus(z) if g_min is None else g_min * torch.sigmoid(A * z)     # Eq. 5
 
 
@@ -550,7 +565,7 @@ def mla_absorbed(q, latent, W, v_dim, past=None):
     that the cache holds. Costs C instead of nope channels a score: for decoding, where reading the cache is the price.
     """
     H, C = q.shape[2], W.shape[1]
-    W_k, W_v = f32(W).unflatten(0, (H, -1)).split([W.shape[0] // H - v_dim, v_dim], 1)
+    W_k, W_v = W.to(f32(q).dtype).unflatten(0, (H, -1)).split([W.shape[0] // H - v_dim, v_dim], 1)
     q_nope, q_rope = f32(q).split([W_k.shape[1], q.shape[-1] - W_k.shape[1]], -1)
     q_latent = torch.cat([torch.einsum("bthd,hdc->bthc", q_nope, W_k), q_rope], -1)
     p = causal_softmax(torch.einsum("bthc,bsc->bhts", q_latent, f32(latent)) * q.shape[-1] ** -0.5, past)
@@ -642,7 +657,7 @@ def attn_res(sources, query, norm_weight, eps):
 def attn_res_scores(sources, query, norm_weight, eps):
     """w . RMSNorm(source), one score a source [..., n]; query may be [n_mixes, D] to score for several mixes."""
     rms = torch.rsqrt(sources.square().mean(-1, keepdim=True) + eps)
-    return (sources * rms) @ (f32(query) * f32(norm_weight)).transpose(0, -1)   # Eq. 8, in the exponent
+    return (sources * rms) @ (f32(query) * f32(norm_weight)).to(sources.dtype).transpose(0, -1)   # Eq. 8, in the exponent
 
 
 def attn_res_blocks(blocks, queries, norm_weights, eps):
@@ -1097,6 +1112,8 @@ class Projector(nn.Module):
 def check_grids(pixel_values, grid_thws, config):
     """grid_thws [items, 3] as a list of (t, h, w); ValueError unless patches and config agree."""
     p, (kh, kw), frames = config.patch_size, config.merge_kernel_size, config.init_pos_emb_time
+    if grid_thws is None or not isinstance(pixel_values, torch.Tensor):
+        raise ValueError("pixel_values, a tensor, and grid_thws go together")
     grid_thws = torch.as_tensor(grid_thws)
     if grid_thws.dim() != 2 or grid_thws.shape[1] != 3 or grid_thws.is_floating_point():
         raise ValueError("grid_thws must be one row of whole numbers (t, h, w) an item, not "
@@ -1386,6 +1403,8 @@ class K3(nn.Module):
     def embed(self, input_ids, pixel_values=None, grid_thws=None, record=None):
         """Token embeddings [B, T, D], media in place of their placeholders, and which positions are not padding."""
         placeholder = self.config.media_placeholder_token_id
+        if (pixel_values is None) != (grid_thws is None):
+            raise ValueError("pixel_values and grid_thws go together")
         if pixel_values is not None:
             media = self.encode_media(pixel_values, grid_thws, record)
             input_ids = expand_placeholders(input_ids, [len(m) for m in media], placeholder)
@@ -1436,8 +1455,8 @@ class K3(nn.Module):
                      batch, capacity=capacity)
 
     def check_input(self, ids, state):
-        if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"input_ids are {ids.dtype} {list(ids.shape)}, expected whole numbers [B, T]")
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"input_ids are {getattr(ids, 'dtype', type(ids))} {list(getattr(ids, 'shape', ()))}, expected whole numbers [B, T]")
         if state is not None and state.batch != ids.shape[0]:
             raise ValueError(f"the state is for {state.batch} sequences, input_ids hold {ids.shape[0]}")
         if state is not None and state.capacity is not None and state.length + ids.shape[1] > state.capacity:
@@ -1746,7 +1765,8 @@ class Redirect(urllib.request.HTTPRedirectHandler):
 class Web:
     """Files below a base URL, read by byte ranges, a few in flight, optionally kept on disk.
 
-    Kept pieces are filed under URL, length and ETag, so a file that changed is fetched anew.
+    Kept pieces are filed under URL, length and ETag (or date), so a file that changed is fetched anew; where the
+    server gives neither, none are kept.
     """
     PIECE = 32 << 20                                    # bytes: what a cut connection may cost
     TRIES, PAUSE, TIMEOUT, IN_FLIGHT = 5, 0.5, 60, 6    # the pause (s) doubles after every try
@@ -1775,22 +1795,29 @@ class Web:
         began = told = time.time()
         waiting = sorted(part for part, piece in pieces.items() if piece is None)
         ranges, done = join(waiting, self.PIECE), 0
-        with ThreadPoolExecutor(self.IN_FLIGHT) as pool:
-            for (file, start, end), body in zip(ranges, pool.map(lambda r: self._get(*r), ranges)):
-                if body is None:
-                    raise CheckpointError(f"{self.base}/{file}: it is gone")
-                while waiting and waiting[0][0] == file and waiting[0][1] < end:
-                    part = waiting.pop(0)
-                    pieces[part] = body[part[1] - start:part[2] - start]
-                    if self.cache:
-                        os.makedirs(os.path.dirname(self._path(part)), exist_ok=True)
-                        with replacing(self._path(part)) as kept:
-                            kept.write(pieces[part])
-                done, now = done + len(body), time.time()
-                if now - told > 1 or not waiting and now - began > 1:
-                    told = now
-                    print(f"\r{done / 1e6:,.0f} MB at {done / 1e6 / (now - began):,.1f} MB/s",
-                          end="" if waiting else "\n", file=sys.stderr, flush=True)
+        try:
+            with ThreadPoolExecutor(self.IN_FLIGHT) as pool:
+                for (file, start, end), body in zip(ranges, pool.map(lambda r: self._get(*r), ranges)):
+                    if body is None:
+                        raise CheckpointError(f"{self.base}/{file}: it is gone")
+                    while waiting and waiting[0][0] == file and waiting[0][1] < end:
+                        part = waiting.pop(0)
+                        pieces[part] = body[part[1] - start:part[2] - start]
+                        self._keep(part, pieces[part])
+                    done, now = done + len(body), time.time()
+                    if now - told > 1 or not waiting and now - began > 1:
+                        told = now
+                        print(f"\r{done / 1e6:,.0f} MB at {done / 1e6 / (now - began):,.1f} MB/s",
+                              end="", file=sys.stderr, flush=True)
+        finally:
+            if told > began:
+                print(file=sys.stderr)
+
+    def _keep(self, part, data):
+        if self._caches(part[0]):
+            os.makedirs(os.path.dirname(self._path(part)), exist_ok=True)
+            with replacing(self._path(part)) as kept:
+                kept.write(data)
 
     def _get(self, file, start=0, end=None):
         """Bytes start to end of a file, or all of it; None if there is no such file."""
@@ -1798,6 +1825,8 @@ class Web:
             time.sleep(self.PAUSE * 2 ** failed if failed else 0)
             try:
                 return self._ask(f"{self.base}/{file}", file, start, end)
+            except http.client.InvalidURL as error:
+                raise CheckpointError(f"{self.base}/{file}: {error}") from None
             except (OSError, http.client.HTTPException) as error:
                 status, problem = getattr(error, "code", 500), error
             if status in (404, 410):
@@ -1832,23 +1861,28 @@ class Web:
         size = found.removeprefix(f"{wanted}/")
         if size == found or not re.fullmatch(r"[0-9]{1,18}", size):
             raise CheckpointError(f"{url}: asked for {wanted}, got {show(found)}")
-        version = int(size), answer.headers.get("ETag", "")
+        version = int(size), answer.headers.get("ETag") or answer.headers.get("Last-Modified", "")
         if self.versions.setdefault(file, version) != version:
             raise CheckpointError(f"{url}: the file changed while it was being read")
+
+    def _caches(self, file):
+        return self.cache and self.versions[file][1]
 
     def _path(self, part):
         key = hashlib.sha256(repr((self.base, self.versions[part[0]])).encode()).hexdigest()[:16]
         return os.path.join(self.cache, f"{part[0]}-{key}", f"{part[1]}-{part[2]}")
 
     def _kept(self, part):
-        if self.cache and os.path.isfile(self._path(part)):
+        if self._caches(part[0]) and os.path.isfile(self._path(part)):
             with open(self._path(part), "rb") as file:
                 data = file.read(part[2] - part[1] + 1)
             return data if len(data) == part[2] - part[1] else None
 
 
 def files_of(place, cache=None):
-    return Web(place, cache) if re.match(r"https?://", str(place)) else Folder(place)
+    if not str(place):
+        raise CheckpointError("the checkpoint's folder or URL is empty")
+    return Web(place, cache) if re.match(r"(?i)https?://", str(place)) else Folder(place)
 
 
 class Checkpoint:
@@ -1861,7 +1895,7 @@ class Checkpoint:
     """
 
     def __init__(self, path_or_url, cache=None, index_only=False):
-        self.place = str(path_or_url).rstrip("/") or "/"
+        self.place = str(path_or_url).rstrip("/") or str(path_or_url)
         self.files = files_of(self.place, cache)
         self.bytes_read, self.total_size, self._config, self._infos = 0, None, None, {}
         raw = self.files.whole(INDEX)
@@ -1943,7 +1977,10 @@ class Checkpoint:
             raw = self.files.whole(CONFIG)
             if raw is None:
                 raise CheckpointError(f"{self.place}: there is no {CONFIG}")
-            self._config = K3Config.from_json(parse_json(raw, f"{self.place}/{CONFIG}"))
+            try:
+                self._config = K3Config.from_json(parse_json(raw, CONFIG))
+            except ValueError as error:
+                raise CheckpointError(f"{self.place}/{CONFIG}: {error}") from None
         return self._config
 
     @property
@@ -1998,10 +2035,11 @@ class Checkpoint:
         if len(info.shape) != 2 or not all(0 <= i < info.shape[0] for i in index):
             raise CheckpointError(f"{info.shard}: tensor {show(name)} of shape {list(info.shape)} lacks rows asked for")
         width = info.shape[1] * DTYPES[info.dtype].itemsize
-        spans = [(info.shard, info.span[0] + i * width, info.span[0] + (i + 1) * width) for i in index]
+        spans = {i: (info.shard, info.span[0] + i * width, info.span[0] + (i + 1) * width) for i in index}   # each once
         self.bytes_read += width * len(spans)
-        return torch.stack([as_tensor(buffer, name, info._replace(shape=info.shape[1:], span=span[1:]))
-                            for span, buffer in zip(spans, self.files.read(spans))])
+        rows = {i: as_tensor(buffer, name, info._replace(shape=info.shape[1:], span=spans[i][1:]))
+                for i, buffer in zip(spans, self.files.read(list(spans.values())))}
+        return torch.stack([rows[i] for i in index]) if rows else torch.empty(0, info.shape[1], dtype=DTYPES[info.dtype])
 
     def verify(self):
         """What differs from what the config wants, a line each: names, shapes, dtypes, shards, total size.
@@ -2100,6 +2138,8 @@ def write_checkpoint(folder, shards, config, files=None):
     starts by undoing the first. Returns the bytes of all tensors.
     Refused: a folder that holds anything but a checkpoint, for it would be lost.
     """
+    if odd := [name for name in files or () if os.path.basename(name) != name or name in ("", ".", "..", CONFIG, INDEX)]:
+        raise CheckpointError(f"{folder}: {show(odd[0])} is not the name of a further file of this folder")
     folder = os.path.realpath(folder)
     files = {CONFIG: json.dumps(config, indent=2).encode(), **(files or {})}
     new, old = folder + ".partial", folder + ".old"
@@ -2190,6 +2230,8 @@ def load_model(path, dtype=torch.float32, device="cpu"):
     dtype is the weights'; those that must be fp32 stay so. Strict: a tensor that is missing, left over or of another
     shape raises CheckpointError with its name.
     """
+    if not dtype.is_floating_point:
+        raise ValueError(f"{dtype} cannot hold weights")
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     with torch.device("meta"):
         model = K3(checkpoint.config)
@@ -2214,19 +2256,28 @@ class Reader:
         prefix, dot, w = name.rpartition(".experts.")
         if not dot:
             return self.one(name, tuple(shape), dtype).to(self.device)
-        stack = torch.empty(*shape, dtype=dtype, device=self.device)
-        for e in range(len(stack)):
-            stack[e] = self.one(f"{prefix}.experts.{e}.{w}.weight", tuple(shape[1:]), dtype)
+        stack = None
+        for e in range(shape[0]):
+            t = self.one(f"{prefix}.experts.{e}.{w}.weight", tuple(shape[1:]), dtype)
+            if stack is None:                            # only now is the size known to be true
+                self.checkpoint.info(self.checkpoint.stored(f"{prefix}.experts.{shape[0] - 1}.{w}.weight")[0])
+                stack = torch.empty(*shape, dtype=t.dtype, device=self.device)
+            stack[e] = t
         return stack
 
     def one(self, name, shape, dtype):
         self.used.update(self.checkpoint.stored(name))
+        stored = self.checkpoint.stored(name)
+        info = self.checkpoint.info(stored[0])
+        if len(stored) == 1 and not DTYPES[info.dtype].is_floating_point:
+            raise CheckpointError(f"{info.shard}: tensor {show(name)} is {info.dtype}, a weight is floating point")
         t = self.checkpoint.tensor(name, dtype)
+        if name.endswith("conv1d.weight") and t.dim() == 2:
+            t = t.unsqueeze(1)                           # [C, W] is stored by some
         if name.endswith("A_log") and t.dim() == 1 and len(t) > shape[0] and not t[shape[0]:].any():
             t = t[:shape[0]]                             # 96 heads, then zeros up to 128
         if t.shape != shape:
-            stored = self.checkpoint.stored(name)[0]
-            raise CheckpointError(f"{self.checkpoint.shard_of[stored]}: tensor {show(stored)} gives {list(t.shape)}, "
+            raise CheckpointError(f"{info.shard}: tensor {show(stored[0])} gives {list(t.shape)}, "
                                   f"the config wants {list(shape)}" + " and zeros" * name.endswith("A_log"))
         return t
 
@@ -2267,9 +2318,10 @@ def save_checkpoint(model, folder, experts="mxfp4", files=None):
 class StoredExperts(nn.Module):
     """Routed experts left in the checkpoint: only those that some token chose are read."""
 
-    def __init__(self, checkpoint, prefix, act):
+    def __init__(self, checkpoint, prefix, experts):
         super().__init__()
-        self.checkpoint, self.prefix, self.act, self.touched = checkpoint, prefix, act, 0
+        self.checkpoint, self.prefix, self.act, self.touched = checkpoint, prefix, experts.act, 0
+        self.shapes = {w: getattr(experts, w).shape[1:] for w in ("w1", "w2", "w3")}
 
     def forward(self, x, experts, weights):
         names = {(e, w): f"{self.prefix}.{e}.{w}.weight" for e in experts.unique().tolist() for w in ("w1", "w2", "w3")}
@@ -2281,7 +2333,12 @@ class StoredExperts(nn.Module):
                 self.w = w
 
             def __getitem__(_, e):
-                return self.checkpoint.unpack(fetched, names[e, _.w], x.dtype).to(x.device)
+                w, shape = self.checkpoint.unpack(fetched, names[e, _.w], x.dtype), self.shapes[_.w]
+                if w.shape != shape:
+                    stored = self.checkpoint.stored(names[e, _.w])[0]
+                    raise CheckpointError(f"{self.checkpoint.shard_of[stored]}: tensor {show(stored)} gives {list(w.shape)}, "
+                                          f"the config wants {list(shape)}")
+                return w.to(x.device)
         return experts_loop(x, experts, weights, *(Decoded(w) for w in ("w1", "w3", "w2")), self.act)
 
 
@@ -2297,6 +2354,16 @@ class StreamedK3(K3):
         with torch.device("meta"):
             super().__init__(checkpoint.config)
         self.checkpoint, self.compute_dtype, self.device = checkpoint, dtype, torch.device(device)
+        wanted = {name for name in self.state_dict() if ".experts." not in name}
+        if odd := wanted ^ {name for name in checkpoint.shard_of if ".experts." not in name}:
+            name = min(odd)
+            raise CheckpointError(f"{checkpoint.place}: the config does not call for tensor {show(name)}" if name not in wanted else
+                                  f"{checkpoint.place}: there is no tensor {show(name)}")
+        for name in ("model.embed_tokens", "lm_head"):
+            info, shape = checkpoint.info(f"language_model.{name}.weight"), (self.config.vocab_size, self.config.hidden_size)
+            if info.shape != shape:
+                raise CheckpointError(f"{info.shard}: tensor language_model.{name}.weight is {list(info.shape)}, "
+                                      f"the config wants {list(shape)}")
         text = self.language_model.model
         for name in ("norm", "output_attn_res_norm", "output_attn_res_proj"):
             if hasattr(text, name):
@@ -2308,7 +2375,7 @@ class StreamedK3(K3):
         read = Reader(self.checkpoint, None, self.device)
         if hasattr(module, "block_sparse_moe"):
             module.block_sparse_moe.experts = StoredExperts(self.checkpoint, f"{prefix}.block_sparse_moe.experts",
-                                                            activation(self.config))
+                                                            module.block_sparse_moe.experts)
         module.load_state_dict({name: read(f"{prefix}.{name}", t.shape) for name, t in module.state_dict().items()}, assign=True)
         return module.eval()
 
@@ -2337,7 +2404,8 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
           forced=None, pixel_values=None, grid_thws=None, kernel="plain", watch=lambda *_: None):
     """The forward pass, one layer in memory at a time: any layer of the real model on a small machine.
 
-    checkpoint  a Checkpoint, folder or URL;  input_ids [B, T], or a list of ids
+    checkpoint  a Checkpoint, folder or URL
+    input_ids   [B, T], or a list of ids; not looked at where A > 0
     layers      (A, B): layers A to B - 1 only; None: all, and the logits
     start       tensors that an earlier trace recorded, needed for A > 0: `layers.{A-1}.prefix_sum` and what the
                 blocks stored before A were (`embed`, `layers.{j S - 1}.prefix_sum`)
@@ -2354,16 +2422,18 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
     if not 0 <= A < B <= n:
         raise ValueError(f"layers {A}:{B}: the model has layers 0 to {n - 1}")
     model.kernel, record = kernel, {} if record is None else record
-    ids = torch.as_tensor(input_ids, device=device)
-    ids = ids.unsqueeze(0) if ids.dim() == 1 else ids
     with torch.no_grad():
         if A == 0:
+            ids = torch.as_tensor(input_ids, device=device)
+            ids = ids.unsqueeze(0) if ids.dim() == 1 else ids
             model.check_input(ids, None)
             s, _ = model.embed(ids, pixel_values, grid_thws, record)
             record["embed"], blocks = s, []
         else:
-            s, blocks = resume(start or {}, A, checkpoint.config.attn_res_block_size)
-            s, blocks = s.to(device, dtype), [b.to(device, dtype) for b in blocks]
+            known = resume(start or {}, A, checkpoint.config)
+            record.update(known)
+            *blocks, s = (x.to(device, dtype) for x in known.values())
+        check_forced(forced or {}, s.shape[:2], checkpoint.config)
         if A == 0:
             watch(None, {"embed": s}, "")
         for i in range(A, B):
@@ -2400,14 +2470,28 @@ def layer_line(i, layer, before, blocks, note, size, seconds):
     return line
 
 
-def resume(tensors, A, S):
-    """The running sum before layer A, and the blocks stored before it, out of recorded tensors."""
-    def at(i):
+def resume(tensors, A, config):
+    """The blocks stored before layer A, then the running sum, out of recorded tensors: name -> [B, T, D]."""
+    S, known = config.attn_res_block_size, {}
+    for i in [*(range(0, A, S) if S else ()), A]:
         name = "embed" if i == 0 else f"layers.{i - 1}.prefix_sum"
         if name not in tensors:
             raise ValueError(f"layers from {A} on need {name}, which the file they start from does not hold")
-        return tensors[name]
-    return at(A), [at(i) for i in range(0, A, S)] if S else []
+        x = known[name] = tensors[name]
+        first = next(iter(known.values()))
+        if x.dim() != 3 or x.shape != first.shape or x.shape[-1] != config.hidden_size or not x.is_floating_point():
+            raise ValueError(f"{name} is {x.dtype} {list(x.shape)}, expected floats [B, T, {config.hidden_size}]")
+    return known
+
+
+def check_forced(tensors, shape, config):
+    for name, idx in tensors.items():
+        if name.endswith(".topk_idx"):
+            want = [*shape, config.num_experts_per_token]
+            if idx.dtype != torch.int64 or list(idx.shape) != want or idx.numel() and not (
+                    0 <= idx.min() <= idx.max() < (config.num_experts or 0) and (idx.sort(-1).values.diff() > 0).all()):
+                raise ValueError(f"{name} to force is {idx.dtype} {list(idx.shape)}, expected int64 {want}, different "
+                                 f"experts below {config.num_experts} for each token")
 
 # ---- Text: tokenizer and chat framing ------------------------------------------------------------
 
@@ -2487,6 +2571,8 @@ def read_ranks(raw, count, where):
     for number, line in enumerate(lines, 1):
         try:
             token, rank = line.split()
+            if not rank.isdigit():
+                raise ValueError
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError:
             raise CheckpointError(f"{where}: line {number} is not a base64 token and its rank") from None
@@ -2598,6 +2684,8 @@ def chat_reply(tokenizer, ids, thinking=True):
 
 def sample(logits, temperature, top_p, generator):
     """One id from logits [V]; temperature 0 takes the largest; top_p keeps the fewest ids that reach it together."""
+    if not logits.isfinite().all():
+        raise ValueError("the logits are not finite: the weights are damaged, or the dtype too narrow")
     if temperature == 0:
         return int(logits.argmax())
     p, order = (logits.double() / temperature).softmax(-1).sort(descending=True)
@@ -2646,8 +2734,10 @@ def generate_ids(model, ids, max_new_tokens, temperature=0.0, top_p=1.0, seed=0,
     """Continue ids one at a time until one is in `stop` (it is not given out) or max_new_tokens are reached."""
     if not ids:
         raise ValueError("the prompt is empty: there is nothing to continue")
-    if temperature < 0 or not 0 < top_p <= 1:
-        raise ValueError(f"temperature {temperature} and top-p {top_p}: expected at least 0, and more than 0 up to 1")
+    if not (temperature == 0 or 1e-6 <= temperature < math.inf) or not 0 < top_p <= 1:
+        raise ValueError(f"temperature {temperature} and top-p {top_p}: expected 0 or from 1e-6 on, and more than 0 up to 1")
+    if max_new_tokens < 0 or not 0 <= seed < 2 ** 63:
+        raise ValueError(f"max-new-tokens {max_new_tokens} and seed {seed}: expected at least 0, and below 2^63")
     generator = torch.Generator().manual_seed(seed)
     graph = model.device.type == "cuda" and not isinstance(model, StreamedK3)
     media_tokens = sum(int(torch.as_tensor(g).prod()) for g in media.get("grid_thws", ()))
@@ -2844,7 +2934,7 @@ def parameter_table(config):
 
 
 def params_command(args):
-    table = parameter_table(K3Config.from_json(args.config) if args.config else K3Config())
+    table = parameter_table(K3Config() if args.config is None else K3Config.from_json(args.config))
     if args.json:
         print(json.dumps({name.replace(" ", "_").replace(",", "").replace("_+_", "_"): n for name, n in table.items()}, indent=1))
     else:
@@ -2880,10 +2970,13 @@ class TraceReport:
     def compare(self, full, note, name):
         want = self.reference[full]
         got = note[name].cpu()
-        if got.shape != want.shape and got.dim() == want.dim() and all(a >= b for a, b in zip(got.shape, want.shape)):
-            got = got[tuple(slice(n) for n in want.shape)]      # a reference may hold the first positions only
+        if got.dim() == want.dim() and got.shape[2:] == want.shape[2:]:      # a file may hold the first positions only
+            common = tuple(slice(min(a, b)) for a, b in zip(got.shape, want.shape))
+            got, want = got[common], want[common]
         self.seen += 1
-        if got.shape != want.shape:
+        if not want.numel():
+            self.say(full, False, "is empty in the reference, or here")
+        elif got.shape != want.shape:
             self.say(full, False, f"has shape {list(got.shape)}, the reference {list(want.shape)}")
         elif name == "topk_idx":
             flipped = (got != want).any(-1)
@@ -2904,15 +2997,22 @@ class TraceReport:
 
 def trace_command(args):
     checkpoint = Checkpoint(args.checkpoint, cache=args.cache)
-    start, reference = (read_safetensors(path) if path else {} for path in (args.start, args.against))
-    if args.force_routing and not reference:
-        raise ValueError("--force-routing needs --against, whose expert ids it takes")
-    ids, media = prompt_ids(args, checkpoint, {**reference, **start})
+    start, reference = ({} if path is None else read_safetensors(path) for path in (args.start, args.against))
+    if args.force_routing and not any(name.endswith(".topk_idx") for name in reference):
+        raise ValueError("--force-routing needs --against with a file that holds expert ids")
+    if args.dump is not None and not os.access(os.path.dirname(args.dump) or ".", os.W_OK) or os.path.isdir(args.dump or ""):
+        raise ValueError(f"--dump {args.dump}: cannot be written")
+    if args.layers and args.layers[0]:
+        if args.ids is not None or args.text is not None or args.image:
+            raise ValueError(f"layers from {args.layers[0]} on start from --from; text, ids or pictures change nothing there")
+        ids, media = None, {}
+    else:
+        ids, media = prompt_ids(args, checkpoint, {**reference, **start})
     report, record = TraceReport(checkpoint, reference, args.rtol), {}
-    trace(checkpoint, ids, args.layers, record if args.dump else None, dtype=DTYPE_BY_NAME[args.dtype], device=args.device,
+    trace(checkpoint, ids, args.layers, record, dtype=DTYPE_BY_NAME[args.dtype], device=args.device,
           start=start, forced=reference if args.force_routing else None, kernel=args.kernel, watch=report, **media)
-    if args.dump:
-        write_safetensors(args.dump, {"input_ids": torch.as_tensor(ids), **record})
+    if args.dump is not None:
+        write_safetensors(args.dump, record if ids is None else {"input_ids": torch.as_tensor(ids), **record})
     if args.against and not report.seen:
         raise ValueError(f"{args.against} holds none of the tensors that were computed")
     if report.bad:
@@ -2924,17 +3024,13 @@ def trace_command(args):
 
 def prompt_ids(args, checkpoint, tensors):
     """input_ids [1, T] of --ids, --text or a reference's own, with --image before the text; and the media arguments."""
-    media, before = {}, []
-    if args.image:
-        pictures = [open_image(path) for path in args.image]
-        pixels, grids = zip(*(preprocess_image(p) for p in pictures))
-        media = {"pixel_values": torch.cat(pixels).to(args.device), "grid_thws": torch.stack(grids)}
+    pictures, media = open_pictures(args)
     if args.ids is not None:
         try:
             ids = [int(i) for i in args.ids.split(",")]
         except ValueError:
             raise ValueError(f"--ids {show(args.ids)}: expected whole numbers between commas") from None
-        return torch.tensor([ids]), media
+        return checked_ids(ids, checkpoint.config, args.image), media
     if args.text is None:
         if "input_ids" not in tensors:
             raise ValueError("give --text or --ids (or a reference file that holds input_ids)")
@@ -2942,9 +3038,26 @@ def prompt_ids(args, checkpoint, tensors):
     if not args.text:
         raise ValueError("the text is empty")
     tokenizer = load_tokenizer(checkpoint)
-    if args.image:
-        before = [i for p in pictures for i in tokenizer.encode(image_prompt(*p.size), control=True)]
-    return torch.tensor([before + tokenizer.encode(args.text)]), media
+    before = [i for p in pictures for i in tokenizer.encode(image_prompt(*p.size), control=True)]
+    return checked_ids(before + tokenizer.encode(args.text), checkpoint.config, args.image), media
+
+
+def checked_ids(ids, config, image):
+    """ids as [1, T]; ValueError for one outside the vocabulary, or a placeholder that no picture will fill."""
+    if odd := [i for i in ids if not 0 <= i < config.vocab_size]:
+        raise ValueError(f"token id {odd[0]} is outside the vocabulary of {config.vocab_size}")
+    if not image and config.vt_num_hidden_layers and config.media_placeholder_token_id in ids:
+        raise ValueError(f"id {config.media_placeholder_token_id} stands for a picture: give one with --image")
+    return torch.tensor([ids])
+
+
+def open_pictures(args):
+    """The pictures of --image, and pixel_values and grid_thws of them all."""
+    pictures = [open_image(path) for path in args.image or ()]
+    if not pictures:
+        return [], {}
+    pixels, grids = zip(*(preprocess_image(p) for p in pictures))
+    return pictures, {"pixel_values": torch.cat(pixels).to(args.device), "grid_thws": torch.stack(grids)}
 
 
 def generate_command(args):
@@ -2952,11 +3065,7 @@ def generate_command(args):
     tokenizer, dtype = load_tokenizer(checkpoint), DTYPE_BY_NAME[args.dtype]
     if not args.prompt:
         raise ValueError("the prompt is empty: there is nothing to continue")
-    pictures = [open_image(path) for path in args.image or ()]
-    media = {}
-    if pictures:
-        pixels, grids = zip(*(preprocess_image(p) for p in pictures))
-        media = {"pixel_values": torch.cat(pixels).to(args.device), "grid_thws": torch.stack(grids)}
+    pictures, media = open_pictures(args)
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system else []
         content = [p.size for p in pictures] + [args.prompt]
@@ -2982,10 +3091,18 @@ def layer_range(text):
     return (int(match[1]), int(match[2])) if match[1] else (int(match[3]), int(match[3]) + 1)
 
 
+def tolerance(text):
+    if not 0 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number from 0 on")
+    return float(text)
+
+
 def device(text):
     try:
-        return torch.empty(0, device=text).device
-    except (RuntimeError, AssertionError) as e:          # unknown, or this build or machine lacks it
+        if torch.device(text).type == "meta":
+            raise RuntimeError("it holds no values")
+        return torch.zeros(1, device=text).device
+    except (RuntimeError, AssertionError, ImportError) as e:          # unknown, or this build or machine lacks it
         raise argparse.ArgumentTypeError(f"{text!r} cannot be used ({str(e).splitlines()[0]})") from None
 
 
@@ -3030,7 +3147,7 @@ def build_parser():
     sub.add_argument("--dump", metavar="F", help="write all recorded tensors to this safetensors file")
     sub.add_argument("--against", metavar="F", help="compare with such a file")
     sub.add_argument("--force-routing", action="store_true", help="use the expert ids of --against")
-    sub.add_argument("--rtol", type=float, default=1e-3, help="relative error that counts as equal (%(default)s)")
+    sub.add_argument("--rtol", type=tolerance, default=1e-3, help="relative error that counts as equal (%(default)s)")
     sub = command("generate", generate_command, "text that continues a prompt, as it comes")
     running(sub)
     sub.add_argument("--prompt", required=True)
@@ -3056,6 +3173,9 @@ def main(argv=None):
         said = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
         print(f"k3.py: {' '.join(said.split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("k3.py: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":
