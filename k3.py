@@ -1,35 +1,38 @@
 """Kimi K3 in one readable file: the released model, exact, in plain PyTorch.
 
-Read beside the technical report "Kimi K3: Open Frontier Intelligence" (Kimi Team, Moonshot AI, July 2026); KDA comes
-from "Kimi Linear" (arXiv:2510.26692). Mechanisms stand in the report's order. The hard ones are free functions of
-tensors, definition first; modules hold weights under the released checkpoint's names and call them.
+Read beside the technical report "Kimi K3: Open Frontier Intelligence" (Kimi Team, Moonshot AI,
+July 2026); KDA comes from "Kimi Linear" (arXiv:2510.26692). Mechanisms stand in the report's order.
+The hard ones are free functions of tensors, definition first; modules hold weights under the
+released checkpoint's names and call them.
 
     §2.1.1  Kimi Delta Attention     kda_log_decay, kda_recurrent, KDA             Eqs. 1-6
     §2.1.2  Gated MLA, no positions  mla_full, mla_absorbed, MLA                   Eq. 7
     §2.2    Attention Residuals      attn_res, attn_res_blocks, attn_res_merge     Eqs. 8-10
     §2.3.1  Stable LatentMoE         Gate, Experts, LatentMoE                      Eq. 11
     §2.3.2  SiTU-GLU                 situ_glu                                      Eq. 12
-    §2.3.3  Quantile Balancing       route, quantile_bias, QuantileHistogram       Eqs. 13-14, App. C-D
+    §2.3.3  Quantile Balancing       route, quantile_bias, QuantileHistogram       Eqs. 13-14
     §2.4    Vision: MoonViT-V2       MoonViT, Projector, preprocess_image
     model   layers, state, MTP       DecoderLayer, K3, State, MTP
-    files   folders and URLs         Checkpoint, mxfp4_decode, load_model, save_checkpoint, inventory
+    files   folders and URLs         Checkpoint, mxfp4_decode, load_model, save_checkpoint
     checks  one layer in memory      StreamedK3, trace
     text    tokenizer, chat          load_tokenizer, chat_prompt, generate
     shell   python k3.py --help      params, verify, trace, generate, figures
 
 Symbols the report uses twice keep one meaning here:
-    B batch   T tokens   D hidden width (7168)   H heads (96)   dk, dv head widths (128)   V vocabulary
-    S KDA state [dk, dv]   g log-decay   alpha = exp(g) retention   beta write strength (the soft caps are `cap`)
-    z decay logits (the MoE latent is `latent`)   k key (top-k is `k` only in the router)   cutoff routing threshold
-    n routed experts (896)   m tokens routed   q query (the target load m k / n is `target`)   b router bias
+    B batch   T tokens   D hidden width (7168)   H heads (96)   dk, dv head widths (128)
+    S KDA state [dk, dv]   g log-decay   alpha = exp(g) retention   z decay logits
+    beta write strength (the soft caps are `cap`)   C width of the KV latent (512)   V vocabulary
+    n routed experts (896)   m tokens routed   k key (top-k is `k` only in the router)   q query
+    b router bias   cutoff routing threshold   target = m k / n, an expert's balanced load
 
-Numerics. Weights are what the checkpoint stores (BF16, a few F32) or fp32 masters in training; activations have the
-dtype of the embedding's output. In fp32, whatever the model's dtype: norms, decay and KDA state, short convolution,
-router, softmax, SiTU, AttnRes scores, losses. Each such island goes up at its start (`f32`) and back to x.dtype as its
-last act. float64 stays float64, so that any part can be held to a float64 run.
+Numerics. Weights are what the checkpoint stores (BF16, a few F32) or fp32 masters in training;
+activations have the dtype of the embedding's output. In fp32, whatever the model's dtype: norms,
+decay and KDA state, short convolution, router, softmax, SiTU, AttnRes scores, losses. Each such
+island goes up at its start (`f32`) and back to x.dtype as its last act. float64 stays float64, so
+that any part can be held to a float64 run.
 
-Not here: expert and context parallelism, post-training, serving. kernels.py holds fast twins of the plain paths;
-without it everything works, slower.
+Not here: expert and context parallelism, post-training, serving. kernels.py holds fast twins of the
+plain paths; without it everything works, slower.
 """
 import argparse
 import base64
@@ -66,28 +69,24 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-# ---- Config ----------------------------------------------------------------------------------------------------------
-
-
-def _every_fourth_and_last(n):
-    """0-based it would be 3, 7, ..., and the last layer: three KDA layers, then one MLA layer.  [§2.1]"""
-    return [i for i in range(1, n + 1) if i % 4 == 0 or i == n]
+# ---- Config --------------------------------------------------------------------------------------
 
 
 @dataclass
 class K3Config:
     """The released config.json, flattened: K3Config() is the released model.
 
-    Fields carry the released keys' names; linear_num_heads and linear_head_dim are `num_heads` and `head_dim` of
-    linear_attn_config. Switches that may be null, false or 0 in the schema (marked "or") are the ablations.
-    kda_layers and full_attn_layers count layers from 1, as the release does; everything else counts from 0.
+    Fields carry the released keys' names; linear_num_heads and linear_head_dim are `num_heads` and
+    `head_dim` of linear_attn_config. Values marked "or" that are None, False or 0 are the
+    ablations. kda_layers and full_attn_layers count layers from 1, as the release does; everything
+    else counts from 0. Raises ValueError, naming the key, for values that are not built here.
     """
     vocab_size: int = 163840
     hidden_size: int = 7168                        # Table 1
     num_hidden_layers: int = 93                    # Table 1
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.02
-    max_position_embeddings: int = 1048576         # the context trained for; nothing in the model depends on it
+    max_position_embeddings: int = 1048576         # the context trained for; nothing depends on it
     # attention: which layer is which
     kda_layers: list = None                        # None: all that are not full_attn_layers (69)
     full_attn_layers: list = None                  # None: every fourth and the last (24)
@@ -95,7 +94,7 @@ class K3Config:
     linear_num_heads: int = 96
     linear_head_dim: int = 128
     short_conv_kernel_size: int = 4
-    gate_lower_bound: float = -5.0                 # g_min of Eq. 5; or None: Kimi Linear's unbounded softplus
+    gate_lower_bound: float = -5.0                 # g_min of Eq. 5; or None: unbounded softplus
     use_full_rank_gate: bool = True                # Eq. 6; or False: Kimi Linear's low-rank gate
     # gated MLA, §2.1.2
     num_attention_heads: int = 96
@@ -105,7 +104,7 @@ class K3Config:
     qk_rope_head_dim: int = 64                     # named after DeepSeek's; K3 rotates nothing
     v_head_dim: int = 128
     # attention residuals, §2.2
-    attn_res_block_size: int = 12                  # 1: the full form; or None: plain residual stream
+    attn_res_block_size: int = 12                  # 1: the full form; or None: plain residual
     # feed-forward, §2.3
     intermediate_size: int = 33792                 # of dense layers
     first_k_dense_replace: int = 1
@@ -113,20 +112,20 @@ class K3Config:
     num_experts_per_token: int = 16
     num_shared_experts: int = 2                    # or 0
     moe_intermediate_size: int = 3072
-    routed_expert_hidden_size: int = 3584          # the latent width; or None: experts at full width
+    routed_expert_hidden_size: int = 3584          # the latent's; or None: experts at full width
     latent_moe_use_norm: bool = True               # or False: the original LatentMoE
     routed_scaling_factor: float = 1.0
     hidden_act: str = "situ"                       # or "silu": SwiGLU
     activation_situ_beta: float = 4.0              # gate cap
     activation_situ_linear_beta: float = 25.0      # up cap
-    num_nextn_predict_layers: int = 0              # or 1: the MTP layer that was trained but not released
-    dtype: str = "bfloat16"                        # of stored tensors, except those that are always F32 or packed
+    num_nextn_predict_layers: int = 0              # or 1: the MTP layer, trained but not released
+    dtype: str = "bfloat16"                        # of stored tensors, unless always F32 or packed
     # token ids with a meaning
     bos_token_id: int = 163584
     eos_token_id: int = 163586                     # <|end_of_msg|>
     pad_token_id: int = 163839
     media_placeholder_token_id: int = 163605
-    # vision, §2.4
+    # vision, §2.4: from here on the keys of vision_config
     vt_num_hidden_layers: int = 27                 # 0: a text-only model
     vt_hidden_size: int = 1024
     vt_intermediate_size: int = 4096
@@ -140,14 +139,14 @@ class K3Config:
     projector_ln_eps: float = 1e-5
 
     def __post_init__(self):
-        self._check_kinds()                            # before anything is built that is as long as they say
-        n, mla = self.num_hidden_layers, self.full_attn_layers
-        if mla is None:
-            mla = (_every_fourth_and_last(n) if self.kda_layers is None else
-                   [i for i in range(1, n + 1) if i not in self.kda_layers])
-        self.full_attn_layers = list(mla)
-        self.kda_layers = list(self.kda_layers or [i for i in range(1, n + 1) if i not in mla])
-        if self.vt_num_hidden_layers == 0:             # nothing to see with: one way of saying so
+        self._check_kinds()            # before anything is built that is as long as they say
+        n, mla, kda = self.num_hidden_layers, self.full_attn_layers, self.kda_layers
+        every = range(1, n + 1)
+        if mla is None and kda is None:                # three KDA layers, then one MLA layer [§2.1]
+            mla = [i for i in every if i % 4 == 0 or i == n]
+        self.full_attn_layers = [i for i in every if i not in kda] if mla is None else list(mla)
+        self.kda_layers = list(kda or [i for i in every if i not in self.full_attn_layers])
+        if self.vt_num_hidden_layers == 0:             # one way of saying that nothing can be seen
             for f in dataclasses.fields(self):
                 if f.name in VISION[1:]:
                     setattr(self, f.name, f.default)
@@ -155,92 +154,108 @@ class K3Config:
         self._check_fit()
 
     def _check_kinds(self):
-        """Raises ValueError naming the key whose value is of the wrong kind or out of range by itself."""
+        """Each value by itself: its kind and range."""
         for f in dataclasses.fields(self):
             key, value = f.name, getattr(self, f.name)
             if value is None and key in OPTIONAL:
                 continue
             if f.type in (list, tuple):
-                need(isinstance(value, (list, tuple)) and all(type(i) is int and 0 < i <= 1024 for i in value),
-                     key, value, "a list of whole numbers from 1 to 1024")
+                good = isinstance(value, (list, tuple)) and all(
+                    type(i) is int and 0 < i <= 1024 for i in value)
+                wanted = "a list of whole numbers from 1 to 1024"
             elif f.type is float:
-                need(type(value) in (int, float) and abs(value) < 1e38, key, value, "a finite number")
+                good, wanted = type(value) in (int, float) and abs(value) < 1e38, "a finite number"
             elif f.type is int:
                 low = 0 if key in MAY_BE_ZERO or key.endswith("token_id") else 1
-                most = MOST.get(key, 2 ** 18)
-                need(type(value) is int and low <= value <= most, key, value, f"a whole number from {low} to {most}")
+                most = MOST.get(key, 2 ** 24 if key.endswith("token_id") else 2 ** 18)
+                good = type(value) is int and low <= value <= most
+                wanted = f"a whole number from {low} to {most}"
             else:
-                need(type(value) is f.type, key, value, "true or false" if f.type is bool else "a string")
+                good = type(value) is f.type
+                wanted = "true or false" if f.type is bool else "a string"
+            need(good, key, value, wanted)
 
     def _check_fit(self):
-        """Raises ValueError naming the key whose value does not fit the others, or is not built here."""
+        """Each value against the others, and against what is built here."""
+        def fits(good, key, wanted):
+            need(good, key, getattr(self, key), wanted)
+
+        n, merge = self.num_hidden_layers, self.merge_kernel_size
+        heads = self.vt_num_attention_heads
         both = sorted([*self.kda_layers, *self.full_attn_layers])
-        need(both == list(range(1, self.num_hidden_layers + 1)), "kda_layers", self.kda_layers,
-             f"with full_attn_layers each of the layers 1 to {self.num_hidden_layers} once")
-        need(self.hidden_act in ("situ", "silu"), "hidden_act", self.hidden_act, "situ or silu")
-        need(self.dtype in ("bfloat16", "float32"), "dtype", self.dtype, "bfloat16 or float32")
-        need(self.gate_lower_bound is None or self.gate_lower_bound < 0, "gate_lower_bound", self.gate_lower_bound,
+        fits(both == list(range(1, n + 1)), "kda_layers",
+             f"with full_attn_layers each of the layers 1 to {n} once")
+        fits(self.hidden_act in ("situ", "silu"), "hidden_act", "situ or silu")
+        fits(self.dtype in ("bfloat16", "float32"), "dtype", "bfloat16 or float32")
+        fits(self.gate_lower_bound is None or self.gate_lower_bound < 0, "gate_lower_bound",
              "below 0 or null")
-        for key in ("activation_situ_beta", "activation_situ_linear_beta", "rms_norm_eps", "projector_ln_eps"):
-            need(getattr(self, key) > 0, key, getattr(self, key), "more than 0")
+        for key in ("activation_situ_beta", "activation_situ_linear_beta", "rms_norm_eps",
+                    "projector_ln_eps"):
+            fits(getattr(self, key) > 0, key, "more than 0")
         if self.num_experts is not None:
-            need(self.num_experts_per_token < self.num_experts, "num_experts_per_token", self.num_experts_per_token,
+            fits(self.num_experts_per_token < self.num_experts, "num_experts_per_token",
                  f"less than num_experts = {self.num_experts}, since the cutoff is the next score")
         if self.vt_num_hidden_layers:
-            need(self.qkv_hidden_size % (4 * self.vt_num_attention_heads) == 0, "qkv_hidden_size", self.qkv_hidden_size,
-                 "a multiple of 4 vt_num_attention_heads, since rotary pairs alternate between x and y")
-            need(self.vt_hidden_size % 2 == 0, "vt_hidden_size", self.vt_hidden_size, "even")
-            need(len(self.merge_kernel_size) == 2 and max(self.merge_kernel_size) <= 16, "merge_kernel_size",
-                 self.merge_kernel_size, "two whole numbers up to 16")
+            fits(self.qkv_hidden_size % (4 * heads) == 0, "qkv_hidden_size", "a multiple of "
+                 "4 vt_num_attention_heads, since rotary pairs alternate between x and y")
+            fits(self.vt_hidden_size % 2 == 0, "vt_hidden_size", "even")
+            fits(len(merge) == 2 and max(merge) <= 16, "merge_kernel_size",
+                 "two whole numbers up to 16")
 
     @classmethod
     def tiny(cls, **over):
-        """A few hundred thousand parameters with every mechanism in it: two full AttnRes blocks and a partial one."""
+        """A few hundred thousand parameters, with two AttnRes blocks and a partial one."""
         small = dict(
-            vocab_size=320, hidden_size=64, num_hidden_layers=5, linear_num_heads=2, linear_head_dim=32,
-            num_attention_heads=2, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16,
-            v_head_dim=32, attn_res_block_size=2, intermediate_size=128, num_experts=16, num_experts_per_token=4,
-            moe_intermediate_size=32, routed_expert_hidden_size=32, bos_token_id=256, eos_token_id=257,
-            pad_token_id=266, media_placeholder_token_id=265, max_position_embeddings=4096, vt_num_hidden_layers=0,
-            vt_hidden_size=64, vt_intermediate_size=128, vt_num_attention_heads=2, qkv_hidden_size=64,
-            init_pos_emb_height=8, init_pos_emb_width=8)
+            vocab_size=320, hidden_size=64, num_hidden_layers=5, linear_num_heads=2,
+            linear_head_dim=32, num_attention_heads=2, q_lora_rank=32, kv_lora_rank=32,
+            qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, attn_res_block_size=2,
+            intermediate_size=128, num_experts=16, num_experts_per_token=4,
+            moe_intermediate_size=32, routed_expert_hidden_size=32, bos_token_id=256,
+            eos_token_id=257, pad_token_id=266,
+            media_placeholder_token_id=265, max_position_embeddings=4096, vt_num_hidden_layers=0,
+            vt_hidden_size=64, vt_intermediate_size=128, vt_num_attention_heads=2,
+            qkv_hidden_size=64, init_pos_emb_height=8, init_pos_emb_width=8)
         return cls(**{**small, **over})
 
     @classmethod
     def from_json(cls, source):
-        """Reads a released config.json: a path or the parsed dict, nested (text_config, vision_config) or bare text.
+        """A released config.json: a path or the parsed dict, nested (text_config) or bare text.
 
-        Raises ValueError, naming the key, for one that is unknown, missing, or set to what this file does not build.
-        The development checkpoints (Kimi-K3-0.40B) know neither gate_lower_bound nor the activation_situ keys: where
-        all three are absent, decay is Kimi Linear's softplus and the caps are the report's 4 and 25.
+        Raises ValueError, naming the key, for one that is unknown, missing, or set to what this
+        file does not build. The development checkpoints (Kimi-K3-0.40B) know neither
+        gate_lower_bound nor the activation_situ keys: where all three are absent, decay is Kimi
+        Linear's softplus and the caps are the report's 4 and 25.
         """
         if not isinstance(source, dict):
             with open(source, "rb") as f:
                 source = parse_json(f.read(MAX_JSON), source)
         outer = dict(source)
-        text = outer.pop("text_config") if "text_config" in outer else dict(outer)
         vision = outer.pop("vision_config", None)
-        need(isinstance(text, dict), "text_config", text, "an object")
-        text = dict(text)
-        text.pop("vision_config", None)
+        if "text_config" in outer:
+            text = outer.pop("text_config")
+            need(isinstance(text, dict), "text_config", text, "an object")
+            text = {key: value for key, value in text.items() if key != "vision_config"}
+        else:
+            outer, text = {}, outer
         linear = text.pop("linear_attn_config", None)
         need(isinstance(linear, dict), "linear_attn_config", linear, "an object")
-        need(vision is None or isinstance(vision, dict), "vision_config", vision, "an object or null")
-        if strange := sorted(linear.keys() - LINEAR_KEYS):
+        need(isinstance(vision, dict | None), "vision_config", vision, "an object or null")
+        ours = {theirs: field for field, theirs in LINEAR.items()}
+        if strange := sorted(linear.keys() - ours.keys()):
             raise ValueError(f"config: unknown key {strange[0]!r} in linear_attn_config")
-        flat = {RENAMED.get(k, k): v for k, v in linear.items()}
-        known = {f.name for f in dataclasses.fields(cls)}
+        flat, known = {ours[k]: v for k, v in linear.items()}, set(_fields)
         for group in (outer, text, vision or {}):
             for key, value in group.items():
                 if key in known:
-                    need(key not in flat or flat[key] == value, key, value, f"{flat.get(key)!r}, as elsewhere in the file")
-                    flat[key] = value
+                    need(flat.setdefault(key, value) == value, key, value,
+                         f"{flat[key]!r}, as elsewhere in the file")
                 elif key in FIXED:
                     need(value in FIXED[key], key, value, " or ".join(map(repr, FIXED[key])))
                 elif key not in UNUSED and key not in MUST_EQUAL:
                     raise ValueError(f"config: unknown key {key!r}")
         if not SITU_KEYS & flat.keys():
-            flat.update(gate_lower_bound=None, activation_situ_beta=4.0, activation_situ_linear_beta=25.0)
+            flat.update(gate_lower_bound=None, activation_situ_beta=4.0,
+                        activation_situ_linear_beta=25.0)
         if vision is None:
             flat["vt_num_hidden_layers"] = 0
         for key in sorted(known - flat.keys()):
@@ -248,24 +263,28 @@ class K3Config:
         config = cls(**flat)
         for key, like in MUST_EQUAL.items():
             for group in (text, vision or {}):
-                need(group.get(key, getattr(config, like)) == getattr(config, like), key, group.get(key), f"{like}")
+                value = getattr(config, like)
+                need(group.get(key, value) == value, key, group.get(key), like)
         return config
 
     def to_json(self):
         """The released nested layout as a dict, which from_json reads back to an equal config."""
-        flat = dataclasses.asdict(self)
-        flat["merge_kernel_size"] = list(self.merge_kernel_size)
-        vision = {k: flat.pop(k) for k in VISION}
-        linear = {old: flat.pop(new) for new, old in LINEAR.items()}
-        tokens = {k: flat[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        placeholder = {"media_placeholder_token_id": flat.pop("media_placeholder_token_id")}
-        text = {**flat, "model_type": "kimi_linear", "num_key_value_heads": self.num_attention_heads, "mla_use_nope": True,
-                "mla_use_output_gate": True, "moe_renormalize": True, "moe_router_activation_func": "sigmoid",
-                "topk_method": "noaux_tc", "tie_word_embeddings": False, "linear_attn_config": linear}
-        out = {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", **tokens, **placeholder,
-               "text_config": text}
+        text = dataclasses.asdict(self)
+        text["merge_kernel_size"] = list(self.merge_kernel_size)
+        vision = {k: text.pop(k) for k in VISION}
+        linear = {theirs: text.pop(ours) for ours, theirs in LINEAR.items()}
+        outer = {k: text[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        outer["media_placeholder_token_id"] = text.pop("media_placeholder_token_id")
+        text.update(
+            model_type="kimi_linear", num_key_value_heads=self.num_attention_heads,
+            mla_use_nope=True, mla_use_output_gate=True, moe_renormalize=True,
+            moe_router_activation_func="sigmoid", topk_method="noaux_tc",
+            tie_word_embeddings=False, linear_attn_config=linear)
+        out = {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3",
+               **outer, "text_config": text}
         if self.vt_num_hidden_layers:
-            out["vision_config"] = {**vision, "mm_hidden_size": self.vt_hidden_size, "text_hidden_size": self.hidden_size}
+            out["vision_config"] = {**vision, "mm_hidden_size": self.vt_hidden_size,
+                                    "text_hidden_size": self.hidden_size}
         return out
 
     def is_mla(self, i):
@@ -273,52 +292,59 @@ class K3Config:
         return i + 1 in self.full_attn_layers
 
     def is_moe(self, i):
+        """Whether layer i (0-based) has routed experts."""
         return self.num_experts is not None and i >= self.first_k_dense_replace
 
 
 def need(good, key, value, wanted):
+    """ValueError naming the config's key unless good."""
     if not good:
         raise ValueError(f"config: {key} is {show(value)}, expected {wanted}")
 
 
-RENAMED = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim"}
-LINEAR = {new: {v: k for k, v in RENAMED.items()}.get(new, new) for new in (
-    "kda_layers", "full_attn_layers", "linear_num_heads", "linear_head_dim", "short_conv_kernel_size",
-    "gate_lower_bound", "use_full_rank_gate")}
-LINEAR_KEYS = set(LINEAR.values())
-VISION = ("vt_num_hidden_layers", "vt_hidden_size", "vt_intermediate_size", "vt_num_attention_heads", "qkv_hidden_size",
-          "patch_size", "merge_kernel_size", "init_pos_emb_height", "init_pos_emb_width", "init_pos_emb_time",
-          "projector_ln_eps")
+# How from_json and to_json treat the released keys, and what _check_kinds lets by.
+LINEAR = {"linear_num_heads": "num_heads", "linear_head_dim": "head_dim", **{key: key for key in (
+    "kda_layers", "full_attn_layers", "short_conv_kernel_size", "gate_lower_bound",
+    "use_full_rank_gate")}}                            # our field: key of linear_attn_config
+_fields = [f.name for f in dataclasses.fields(K3Config)]
+VISION = _fields[_fields.index("vt_num_hidden_layers"):]
 SITU_KEYS = {"gate_lower_bound", "activation_situ_beta", "activation_situ_linear_beta"}
-OPTIONAL = {"kda_layers", "full_attn_layers", "gate_lower_bound", "q_lora_rank", "attn_res_block_size", "num_experts", "routed_expert_hidden_size"}
-MOST = {"num_hidden_layers": 1024, "vt_num_hidden_layers": 1024, "num_experts": 8192, "num_nextn_predict_layers": 1,
-        "patch_size": 1024, "short_conv_kernel_size": 64, "vocab_size": 2 ** 24, "max_position_embeddings": 2 ** 40,
-        "bos_token_id": 2 ** 24, "eos_token_id": 2 ** 24, "pad_token_id": 2 ** 24, "media_placeholder_token_id": 2 ** 24}
-MAY_BE_ZERO = {"first_k_dense_replace", "num_shared_experts", "num_nextn_predict_layers", "vt_num_hidden_layers",
-               "qk_rope_head_dim"}
-MAY_BE_MISSING = {"media_placeholder_token_id", "initializer_range", "max_position_embeddings", "routed_scaling_factor", "dtype"}
+OPTIONAL = {"kda_layers", "full_attn_layers", "gate_lower_bound", "q_lora_rank",
+            "attn_res_block_size", "num_experts", "routed_expert_hidden_size"}
+MOST = {"num_hidden_layers": 1024, "vt_num_hidden_layers": 1024, "num_experts": 8192,
+        "num_nextn_predict_layers": 1, "patch_size": 1024, "short_conv_kernel_size": 64,
+        "vocab_size": 2 ** 24, "max_position_embeddings": 2 ** 40}
+MAY_BE_ZERO = {"first_k_dense_replace", "num_shared_experts", "num_nextn_predict_layers",
+               "vt_num_hidden_layers", "qk_rope_head_dim"}
+MAY_BE_MISSING = {"media_placeholder_token_id", "initializer_range", "max_position_embeddings",
+                  "routed_scaling_factor", "dtype"}
 MUST_EQUAL = {"num_key_value_heads": "num_attention_heads", "mm_hidden_size": "vt_hidden_size",
               "text_hidden_size": "hidden_size"}
-FIXED = {  # keys of the release that this file builds at one value (or several that mean the same here)
+FIXED = {  # keys of the release that this file builds at one value (or several that mean the same)
     "model_type": ("kimi_k3", "kimi_linear"), "moe_layer_freq": (1,), "moe_renormalize": (True,),
-    "moe_router_activation_func": ("sigmoid",), "topk_method": ("noaux_tc",), "num_expert_group": (1,), "topk_group": (1,),
-    "mla_use_nope": (True,), "mla_use_output_gate": (True,), "tie_word_embeddings": (False,), "is_decoder": (False, True),
-    "activation_func": ("gelu_pytorch_tanh",), "attn_bias": (False,), "linear_bias": (False,), "merge_type": ("sd2_tpool",),
-    "mlp_type": ("mlp2",), "mm_projector_type": ("patchmergerv2",), "norm_type": ("rmsnorm",),
-    "patch_embed_proj_bias": (False,), "pos_emb_interpolation_mode": ("bilinear",), "pos_emb_type": ("divided_fixed",),
+    "moe_router_activation_func": ("sigmoid",), "topk_method": ("noaux_tc",),
+    "num_expert_group": (1,), "topk_group": (1,), "mla_use_nope": (True,),
+    "mla_use_output_gate": (True,), "tie_word_embeddings": (False,), "is_decoder": (False, True),
+    "activation_func": ("gelu_pytorch_tanh",), "attn_bias": (False,), "linear_bias": (False,),
+    "merge_type": ("sd2_tpool",), "mlp_type": ("mlp2",), "mm_projector_type": ("patchmergerv2",),
+    "norm_type": ("rmsnorm",), "patch_embed_proj_bias": (False,),
+    "pos_emb_interpolation_mode": ("bilinear",), "pos_emb_type": ("divided_fixed",),
     "projector_hidden_act": ("gelu",)}
 UNUSED = set("""
-    _attn_implementation _name_or_path add_cross_attention architectures auto_map bad_words_ids begin_suppress_tokens
-    chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
-    early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
-    forced_eos_token_id head_dim id2label ignore_index image_placeholder is_encoder_decoder label2id length_penalty
-    max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
-    output_hidden_states output_scores prefix problem_type pruned_heads quantization_config remove_invalid_values
-    repetition_penalty return_dict return_dict_in_generate rope_parameters rope_scaling rope_theta sep_token_id
-    suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p
-    torch_dtype torchscript transformers_version typical_p use_bfloat16 use_cache use_grouped_topk""".split())
+    _attn_implementation _name_or_path add_cross_attention architectures auto_map
+    bad_words_ids begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size
+    decoder_start_token_id diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task
+    forced_bos_token_id forced_eos_token_id head_dim id2label ignore_index image_placeholder
+    is_encoder_decoder label2id length_penalty max_length min_length no_repeat_ngram_size
+    num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
+    output_scores prefix problem_type pruned_heads quantization_config remove_invalid_values
+    repetition_penalty return_dict return_dict_in_generate rope_parameters rope_scaling
+    rope_theta sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
+    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
+    transformers_version typical_p use_bfloat16 use_cache use_grouped_topk""".split())
 
-# ---- Primitives ------------------------------------------------------------------------------------------------------
+# ---- Primitives, among them §2.3.2 SiTU-GLU ------------------------------------------------------
 
 
 def f32(x):
@@ -327,9 +353,10 @@ def f32(x):
 
 
 def rms_norm(x, weight, eps):
-    """x / rms(x) over the last axis, times weight [d]; the division in fp32, the product in x's dtype, as released."""
+    """x / rms(x) over the last axis in fp32, times weight [d] in x's dtype, as released."""
     up = f32(x)
-    return (up * torch.rsqrt(up.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight.to(x.dtype)
+    up = up * torch.rsqrt(up.square().mean(-1, keepdim=True) + eps)
+    return up.to(x.dtype) * weight.to(x.dtype)
 
 
 def l2_norm(x, eps=1e-6):
@@ -339,64 +366,19 @@ def l2_norm(x, eps=1e-6):
 
 
 def situ_glu(gate, up, gate_cap=4.0, up_cap=25.0):
-    """SiTU-GLU: SwiGLU with both factors softly capped, |result| <= gate_cap * up_cap.  [§2.3.2, Eq. 12]
+    """SwiGLU with both factors softly capped: |result| <= gate_cap * up_cap.  [§2.3.2, Eq. 12]
 
     gate, up  [..., I]  pre-activations of any size
     Computed in fp32, returned in gate's dtype. Near 0 it is SwiGLU up to the third order.
     """
     a, u = f32(gate), f32(up)
-    return (gate_cap * torch.tanh(a / gate_cap) * torch.sigmoid(a) * (up_cap * torch.tanh(u / up_cap))).to(gate.dtype)
+    capped_silu = gate_cap * torch.tanh(a / gate_cap) * torch.sigmoid(a)
+    return (capped_silu * (up_cap * torch.tanh(u / up_cap))).to(gate.dtype)          # Eq. 12
 
 
 def swiglu(gate, up):
+    """SiLU(gate) * up in fp32, returned in gate's dtype."""
     return (F.silu(f32(gate)) * f32(up)).to(gate.dtype)
-
-
-class Module(nn.Module):
-    """nn.Module whose parameters and buffers named in `fp32` never fall below fp32 when the model is cast."""
-    fp32 = ()
-
-    def _apply(self, fn, recurse=True):
-        held = [t for n, t in self.named_parameters() if n in self.fp32] + [b for n, b in self.named_buffers() if n in self.fp32]
-        keep = {id(t) for t in held} | {id(t.grad) for t in held if t.grad is not None}
-
-        def same_or_wider(t):
-            new = fn(t)
-            return t.to(new.device) if id(t) in keep and new.element_size() < 4 else new
-        return super()._apply(same_or_wider, recurse)
-
-
-class Linear(nn.Linear):
-    """y = x W^T, no bias. The weight follows x's dtype, so fp32 masters can serve bf16 activations."""
-
-    def __init__(self, d_in, d_out):
-        super().__init__(d_in, d_out, bias=False)
-
-    def forward(self, x):
-        return F.linear(x, self.weight.to(x.dtype))
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, dim, eps):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
-
-    def forward(self, x):
-        return rms_norm(x, self.weight, self.eps)
-
-
-class MLP(nn.Module):
-    """The dense feed-forward, and the shared experts: two of width 3072 are one of 6144.  [§2.3.1]"""
-
-    def __init__(self, config, width):
-        super().__init__()
-        self.gate_proj = Linear(config.hidden_size, width)
-        self.up_proj = Linear(config.hidden_size, width)
-        self.down_proj = Linear(width, config.hidden_size)
-        self.act = activation(config)
-
-    def forward(self, x):
-        return self.down_proj(self.act(self.gate_proj(x), self.up_proj(x)))
 
 
 def activation(config):
@@ -406,7 +388,56 @@ def activation(config):
     caps = config.activation_situ_beta, config.activation_situ_linear_beta
     return lambda gate, up: situ_glu(gate, up, *caps)
 
-# ---- §2.1.1 Kimi Delta Attention -------------------------------------------------------------------------------------
+
+class Module(nn.Module):
+    """nn.Module whose tensors named in `fp32` never fall below fp32 when the model is cast."""
+    fp32 = ()
+
+    def _apply(self, fn, recurse=True):
+        named = [*self.named_parameters(), *self.named_buffers()]
+        held = [t for name, t in named if name in self.fp32]
+        keep = {id(t) for t in held} | {id(t.grad) for t in held if t.grad is not None}
+
+        def same_or_wider(t):
+            new = fn(t)
+            return t.to(new.device) if id(t) in keep and new.element_size() < 4 else new
+        return super()._apply(same_or_wider, recurse)
+
+
+class Linear(nn.Linear):
+    """y = x W^T, no bias. The weight follows x's dtype: fp32 masters can serve bf16 activations."""
+
+    def __init__(self, d_in, d_out):
+        super().__init__(d_in, d_out, bias=False)
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(nn.Module):
+    """rms_norm with its weight."""
+
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+
+    def forward(self, x):
+        return rms_norm(x, self.weight, self.eps)
+
+
+class MLP(nn.Module):
+    """The dense feed-forward, and the shared experts: two of width 3072 are one of 6144."""
+
+    def __init__(self, config, width):
+        super().__init__()
+        D, self.act = config.hidden_size, activation(config)
+        self.gate_proj, self.up_proj = Linear(D, width), Linear(D, width)
+        self.down_proj = Linear(width, D)
+
+    def forward(self, x):
+        return self.down_proj(self.act(self.gate_proj(x), self.up_proj(x)))
+
+# ---- §2.1.1 Kimi Delta Attention -----------------------------------------------------------------
 
 
 def short_conv(x, weight, tail=None):
@@ -414,11 +445,12 @@ def short_conv(x, weight, tail=None):
 
     x       [B, T, C]    projections
     weight  [C, 1, W] or [C, W]   the last tap multiplies the current token
-    tail    [B, W-1, C]  the projections (before convolution and SiLU) just before x; None means zeros
+    tail    [B, W-1, C]  the projections (before convolution and SiLU) just before x; None: zeros
     Returns the activations in x's dtype, and the tail for what follows.
     """
     if weight.dim() != 2 and not (weight.dim() == 3 and weight.shape[1] == 1):
-        raise ValueError(f"convolution weight has shape {list(weight.shape)}, expected [C, W] or [C, 1, W]")
+        raise ValueError(f"convolution weight has shape {list(weight.shape)}, "
+                         "expected [C, W] or [C, 1, W]")
     T, taps = x.shape[1], f32(weight.flatten(1)).unbind(-1)
     if tail is None:
         tail = x.new_zeros(x.shape[0], len(taps) - 1, x.shape[2])
@@ -433,11 +465,12 @@ def kda_log_decay(z, A_log, dt_bias, g_min):
     z        [B, T, H, dk]   low-rank decay logits
     A_log    [H]             log of the logit's scale, one per head
     dt_bias  [H dk]          added before the scale
-    g_min    the lower bound (-5): g in (g_min, 0); None: Kimi Linear's -exp(A) softplus(z), g in (-inf, 0)
+    g_min    the lower bound (-5): g in (g_min, 0); None: Kimi Linear's -exp(A_log) softplus(z),
+             g in (-inf, 0)
     Returns g [B, T, H, dk] in fp32.
     """
     z = f32(z) + dt_bias.view(z.shape[-2:])
-    A = A_log.to(z.dtype).clamp(max=80).exp().unsqueeze(-1)    # beyond e^80 fp32 overflows, and inf * 0 is NaN
+    A = A_log.to(z.dtype).clamp(max=80).exp().unsqueeze(-1)    # inf * 0 would be NaN
     return -A * F.softplus(z) if g_min is None else g_min * torch.sigmoid(A * z)     # Eq. 5
 
 
@@ -450,36 +483,41 @@ def kda_recurrent(q, k, v, g, beta, S=None, scale=None):
     beta  [B, T, H]       write strength in (0, 1), already through the sigmoid
     S     [B, H, dk, dv]  state before the first token, left as it is; None means zeros
     scale of the query; dk^-0.5 unless given (the released code has it, Eq. 1 does not show it)
-    Returns o [B, T, H, dv] in v's dtype and the state after the last token in fp32 (float64 for float64).
+    Returns o [B, T, H, dv] in v's dtype and the state after the last token in fp32 (float64 for
+    float64). Eq. 1's (I - beta k k^T) Diag(alpha) S + beta k v^T is written here as the decayed
+    state plus beta k times what it recalls wrongly: the same sum, without a dk x dk matrix.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, T, H, dk = q.shape
-    q, k, u, alpha, beta = f32(q) * scale, f32(k), f32(v), f32(g).exp(), f32(beta)
+    dtype, q, k, v, alpha, beta = v.dtype, f32(q) * scale, f32(k), f32(v), f32(g).exp(), f32(beta)
     S = q.new_zeros(B, H, dk, v.shape[-1]) if S is None else f32(S).clone()
     o = []
     for t in range(T):
-        S = alpha[:, t, :, :, None] * S                                          # forget: Diag(alpha) S
-        error = u[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t])              # what k does not yet recall
-        S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * error)      # Eq. 1
+        S = alpha[:, t, :, :, None] * S                                    # forget: Diag(alpha) S
+        error = v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t])        # not recalled by k yet
+        write = beta[:, t, :, None] * error
+        S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], write)              # Eq. 1
         o.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
-    return (torch.stack(o, 1) if o else u).to(v.dtype), S
+    return (torch.stack(o, 1) if o else v).to(dtype), S
 
 
 class KDA(Module):
-    """Kimi Delta Attention with its projections: x [B, T, D], after the layer's norm, to [B, T, D].  [§2.1.1, Eqs. 1-6]"""
-    fp32 = ("A_log", "dt_bias", "q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight", "o_norm.weight")
+    """Kimi Delta Attention, x [B, T, D] after the layer's norm to [B, T, D].  [§2.1.1, Eqs. 1-6]"""
+    fp32 = ("A_log", "dt_bias", "q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight",
+            "o_norm.weight")
     kernel = "plain"
 
     def __init__(self, config):
         super().__init__()
         D, H, d = config.hidden_size, config.linear_num_heads, config.linear_head_dim
-        P, self.H, self.d, self.g_min = H * d, H, d, config.gate_lower_bound
+        P, W, self.H, self.d = H * d, config.short_conv_kernel_size, H, d
         for name in "qkv":
             setattr(self, f"{name}_proj", Linear(D, P))
-            setattr(self, f"{name}_conv1d", nn.Conv1d(P, P, config.short_conv_kernel_size, groups=P, bias=False))
-        self.f_a_proj, self.f_b_proj = Linear(D, d), Linear(d, P)               # low-rank decay logits
+            setattr(self, f"{name}_conv1d", nn.Conv1d(P, P, W, groups=P, bias=False))
+        self.f_a_proj, self.f_b_proj = Linear(D, d), Linear(d, P)          # low-rank decay logits
         self.b_proj = Linear(D, H)
         self.A_log, self.dt_bias = nn.Parameter(torch.empty(H)), nn.Parameter(torch.empty(P))
+        self.g_min = config.gate_lower_bound
         if config.use_full_rank_gate:
             self.g_proj = Linear(D, P)
         else:
@@ -488,21 +526,23 @@ class KDA(Module):
 
     def forward(self, x, state=None):
         q, k, v = (self.heads(self.conv(name, x, state)) for name in "qkv")
-        g = kda_log_decay(self.heads(self.f_b_proj(self.f_a_proj(x))), self.A_log, self.dt_bias, self.g_min)
+        z = self.heads(self.f_b_proj(self.f_a_proj(x)))
+        g = kda_log_decay(z, self.A_log, self.dt_bias, self.g_min)
         beta = torch.sigmoid(f32(self.b_proj(x)))
         o, S = self.core()(l2_norm(q), l2_norm(k), v, g, beta, state and state["S"])
         if state is not None:
             state["S"] = S
         gate = self.g_proj(x) if hasattr(self, "g_proj") else self.g_b_proj(self.g_a_proj(x))
-        o = rms_norm(f32(o), self.o_norm.weight, self.o_norm.eps) * torch.sigmoid(f32(self.heads(gate)))     # Eq. 6
+        gate = torch.sigmoid(f32(self.heads(gate)))
+        o = rms_norm(f32(o), self.o_norm.weight, self.o_norm.eps) * gate   # Eq. 6
         return self.o_proj(o.flatten(2).to(x.dtype))
 
     def heads(self, y):
         return y.unflatten(-1, (self.H, self.d))
 
     def conv(self, name, x, state):
-        y, tail = short_conv(getattr(self, f"{name}_proj")(x), getattr(self, f"{name}_conv1d").weight,
-                             state and state[f"conv_{name}"])
+        proj, conv = getattr(self, f"{name}_proj"), getattr(self, f"{name}_conv1d")
+        y, tail = short_conv(proj(x), conv.weight, state and state[f"conv_{name}"])
         if state is not None:
             state[f"conv_{name}"] = tail
         return y
@@ -514,19 +554,21 @@ class KDA(Module):
         return kernels.kda_chunk
 
     def init_state(self, B, dtype, device, capacity=None):
-        """Constant in size: S and, for each of q, k, v, the convolution's last inputs."""
-        tail = torch.zeros(B, self.q_conv1d.weight.shape[-1] - 1, self.H * self.d, dtype=dtype, device=device)
+        """S and, for q, k and v each, the convolution's last inputs: a size that never grows."""
+        W, P = self.q_conv1d.weight.shape[-1], self.H * self.d
+        tail = torch.zeros(B, W - 1, P, dtype=dtype, device=device)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         S = torch.zeros(B, self.H, self.d, self.d, dtype=wide, device=device)
         return {"S": S, "conv_q": tail, "conv_k": tail, "conv_v": tail}
 
-# ---- §2.1.2 Gated MLA ------------------------------------------------------------------------------------------------
+# ---- §2.1.2 Gated MLA ----------------------------------------------------------------------------
 
 
 def seen(T, S, past, device):
     """Which of S keys each of T queries sees, [T, S] bool: query t is position past + t.
 
-    past None: S - T, the queries are the last. A tensor: a count that only the device knows."""
+    past None: S - T, the queries are the last. A tensor: a count that only the device knows.
+    """
     past = S - T if past is None else past
     return torch.arange(S, device=device) <= past + torch.arange(T, device=device).unsqueeze(-1)
 
@@ -537,11 +579,21 @@ def causal_softmax(scores, past=None):
     return scores.masked_fill(~mask, -math.inf).softmax(-1)
 
 
+def keys_values(latent, W, H, v_dim):
+    """k [B, S, H, nope + rope] and v [B, S, H, v_dim] of every head out of the cached latents."""
+    C, width = W.shape[1], W.shape[0] // H
+    c, k_rope = latent[..., :C], latent[..., C:]
+    kv = F.linear(c, W.to(c.dtype)).unflatten(-1, (H, width))
+    k_nope, v = kv.split([width - v_dim, v_dim], -1)
+    return torch.cat([k_nope, k_rope.unsqueeze(2).expand(-1, -1, H, -1)], -1), v
+
+
 def mla_full(q, latent, W, v_dim, past=None):
     """Attention with keys and values of every head written out: the definition.  [§2.1.2]
 
     q       [B, T, H, nope + rope]   queries
-    latent  [B, S, C + rope]         normed KV latent, then the "rope" key that all heads share; nothing is rotated
+    latent  [B, S, C + rope]         normed KV latent, then the "rope" key that all heads share;
+                                     nothing is rotated
     W       [H (nope + v_dim), C]    kv_b_proj: each head's key rows, then its value rows
     past    positions before the first query; None: S - T
     Returns o [B, T, H, v_dim] in fp32, as the report keeps the attention output in training.
@@ -551,31 +603,27 @@ def mla_full(q, latent, W, v_dim, past=None):
     return torch.einsum("bhts,bshv->bthv", causal_softmax(scores, past), f32(v))
 
 
-def keys_values(latent, W, H, v_dim):
-    """k [B, S, H, nope + rope] and v [B, S, H, v_dim] of every head out of the cached latents."""
-    c, k_rope = latent.split([W.shape[1], latent.shape[-1] - W.shape[1]], -1)
-    k_nope, v = F.linear(c, W.to(c.dtype)).unflatten(-1, (H, -1)).split([W.shape[0] // H - v_dim, v_dim], -1)
-    return torch.cat([k_nope, k_rope.unsqueeze(2).expand(-1, -1, H, -1)], -1), v
-
-
 def mla_absorbed(q, latent, W, v_dim, past=None):
-    """mla_full without writing out a key or value: W moves onto the query and the output.  [§2.1.2]
+    """mla_full without writing out a key or value: W moves onto query and output.  [§2.1.2]
 
-    Per head, q . (W_k c) = (W_k^T q) . c and sum p (W_v c) = W_v sum p c, so attention runs over the 576-wide latents
-    that the cache holds. Costs C instead of nope channels a score: for decoding, where reading the cache is the price.
+    Per head, q . (W_k c) = (W_k^T q) . c and sum p (W_v c) = W_v sum p c, so attention runs over
+    the 576-wide latents that the cache holds. A score costs C products instead of nope: for
+    decoding, where reading the cache is the price.
     """
     H, C = q.shape[2], W.shape[1]
-    W_k, W_v = W.to(f32(q).dtype).unflatten(0, (H, -1)).split([W.shape[0] // H - v_dim, v_dim], 1)
-    q_nope, q_rope = f32(q).split([W_k.shape[1], q.shape[-1] - W_k.shape[1]], -1)
-    q_latent = torch.cat([torch.einsum("bthd,hdc->bthc", q_nope, W_k), q_rope], -1)
-    p = causal_softmax(torch.einsum("bthc,bsc->bhts", q_latent, f32(latent)) * q.shape[-1] ** -0.5, past)
-    return torch.einsum("bhts,bsc,hvc->bthv", p, f32(latent[..., :C]), W_v)
+    nope, up = W.shape[0] // H - v_dim, f32(q)
+    W_k, W_v = W.to(up.dtype).unflatten(0, (H, -1)).split([nope, v_dim], 1)    # [H, ., C]
+    q_latent = torch.einsum("bthd,hdc->bthc", up[..., :nope], W_k)
+    q_latent = torch.cat([q_latent, up[..., nope:]], -1)       # [B, T, H, C + rope], as the latents
+    scores = torch.einsum("bthc,bsc->bhts", q_latent, f32(latent)) * q.shape[-1] ** -0.5
+    p, c = causal_softmax(scores, past), f32(latent[..., :C])
+    return torch.einsum("bhts,bsc,hvc->bthv", p, c, W_v)
 
 
 def mla_fused(q, latent, W, v_dim, past=None):
     """mla_full through PyTorch's fused attention, which never holds the [T, S] scores.
 
-    With gradients on, inputs go up first, so that the output is fp32 in training as the report asks.
+    With gradients on, inputs go up first, so that the output is fp32 as the report asks.
     """
     k, v = keys_values(latent, W, q.shape[2], v_dim)
     q, k, v = ((f32(x) if torch.is_grad_enabled() else x).transpose(1, 2) for x in (q, k, v))
@@ -586,45 +634,48 @@ def mla_fused(q, latent, W, v_dim, past=None):
 
 
 class MLA(Module):
-    """Multi-head latent attention with a full-rank output gate and no positions.  [§2.1.2, Eq. 7]
+    """Multi-head latent attention with a full-rank output gate, no positions.  [§2.1.2, Eq. 7]
 
-    x [B, T, D], after the layer's norm, to [B, T, D]. The cache holds C + rope = 576 values a position.
+    x [B, T, D], after the layer's norm, to [B, T, D]. The cache holds C + rope = 576 values a
+    position.
     """
     kernel = "plain"
 
     def __init__(self, config):
         super().__init__()
         D, H, C = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
-        self.H, self.C, self.v_dim, self.rope = H, C, config.v_head_dim, config.qk_rope_head_dim
-        qk_dim, eps = config.qk_nope_head_dim + self.rope, 1e-6     # these two norms' eps, unlike all the others'
-        if config.q_lora_rank is None:
-            self.q_proj = Linear(D, H * qk_dim)
+        nope, rope, v_dim, rank = (config.qk_nope_head_dim, config.qk_rope_head_dim,
+                                   config.v_head_dim, config.q_lora_rank)
+        self.H, self.C, self.v_dim, self.rope = H, C, v_dim, rope
+        eps = 1e-6                                     # of these two norms, unlike all the others
+        if rank is None:
+            self.q_proj = Linear(D, H * (nope + rope))
         else:
-            self.q_a_proj, self.q_b_proj = Linear(D, config.q_lora_rank), Linear(config.q_lora_rank, H * qk_dim)
-            self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps)
-        self.kv_a_proj_with_mqa = Linear(D, C + self.rope)
-        self.kv_a_layernorm = RMSNorm(C, eps)
-        self.kv_b_proj = Linear(C, H * (config.qk_nope_head_dim + self.v_dim))
-        self.g_proj, self.o_proj = Linear(D, H * self.v_dim), Linear(H * self.v_dim, D)
+            self.q_a_proj, self.q_b_proj = Linear(D, rank), Linear(rank, H * (nope + rope))
+            self.q_a_layernorm = RMSNorm(rank, eps)
+        self.kv_a_proj_with_mqa, self.kv_a_layernorm = Linear(D, C + rope), RMSNorm(C, eps)
+        self.kv_b_proj = Linear(C, H * (nope + v_dim))
+        self.g_proj, self.o_proj = Linear(D, H * v_dim), Linear(H * v_dim, D)
 
     def forward(self, x, state=None):
-        q = self.q_proj(x) if hasattr(self, "q_proj") else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        q, latent, W = q.unflatten(-1, (self.H, -1)), self.latent(x), self.kv_b_proj.weight
+        if hasattr(self, "q_proj"):
+            q = self.q_proj(x)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q, W = q.unflatten(-1, (self.H, -1)), self.kv_b_proj.weight
+        c, k_rope = self.kv_a_proj_with_mqa(x).split([self.C, self.rope], -1)
+        latent = torch.cat([self.kv_a_layernorm(c), k_rope], -1)
         past = state and state["at"]
         if state is not None:
             latent = self.remember(state, latent)
         decoding = state is not None and x.shape[1] == 1
         attend = mla_absorbed if decoding else mla_fused if self.kernel == "fast" else mla_full
-        o = attend(q, latent, W, self.v_dim, past)
-        o = f32(o.flatten(2)) * torch.sigmoid(f32(self.g_proj(x)))              # Eq. 7
+        o = f32(attend(q, latent, W, self.v_dim, past).flatten(2))
+        o = o * torch.sigmoid(f32(self.g_proj(x)))                              # Eq. 7
         return self.o_proj(o.to(x.dtype))
 
-    def latent(self, x):
-        c, k_rope = self.kv_a_proj_with_mqa(x).split([self.C, self.rope], -1)
-        return torch.cat([self.kv_a_layernorm(c), k_rope], -1)
-
     def remember(self, state, latent):
-        """All latents so far: the cache grows, or, if it has a fixed size, is written where it ends."""
+        """All latents so far: the cache grows, or, if it has a fixed size, is written at `at`."""
         if state["at"] is None:
             state["latent"] = torch.cat([state["latent"], latent], 1)
         else:
@@ -634,14 +685,27 @@ class MLA(Module):
         return state["latent"]
 
     def init_state(self, B, dtype, device, capacity=None):
+        """An empty cache; `at`, where a fixed-size one ends, is on the device for CUDA graphs."""
         at = None if capacity is None else torch.zeros((), dtype=torch.int64, device=device)
-        return {"latent": torch.zeros(B, capacity or 0, self.C + self.rope, dtype=dtype, device=device), "at": at}
+        size = B, capacity or 0, self.C + self.rope
+        return {"latent": torch.zeros(size, dtype=dtype, device=device), "at": at}
 
-# ---- §2.2 Attention Residuals ----------------------------------------------------------------------------------------
+# ---- §2.2 Attention Residuals --------------------------------------------------------------------
+
+
+def attn_res_scores(sources, query, norm_weight, eps):
+    """w . RMSNorm(source): one score a source.  [§2.2, Eq. 8]
+
+    sources [..., n, D]; query and norm_weight [D] give [..., n], of several mixes [mixes, D] give
+    [..., n, mixes].
+    """
+    rms = torch.rsqrt(sources.square().mean(-1, keepdim=True) + eps)
+    w = (f32(query) * f32(norm_weight)).to(sources.dtype)
+    return (sources * rms) @ w.transpose(0, -1)                    # Eq. 8, in the exponent
 
 
 def attn_res(sources, query, norm_weight, eps):
-    """Softmax attention over depth: each position mixes what earlier layers produced there.  [§2.2, Eqs. 8-9]
+    """Softmax attention over depth: a position mixes what came before there.  [§2.2, Eqs. 8-9]
 
     sources      [..., n, D]  full form: the embedding and every earlier layer's output;
                               block form (Eq. 10): the stored blocks, then the running sum
@@ -651,21 +715,15 @@ def attn_res(sources, query, norm_weight, eps):
     """
     up = f32(sources)
     p = attn_res_scores(up, query, norm_weight, eps).softmax(-1)
-    return (p.unsqueeze(-2) @ up).squeeze(-2).to(sources.dtype)
-
-
-def attn_res_scores(sources, query, norm_weight, eps):
-    """w . RMSNorm(source), one score a source [..., n]; query may be [n_mixes, D] to score for several mixes."""
-    rms = torch.rsqrt(sources.square().mean(-1, keepdim=True) + eps)
-    return (sources * rms) @ (f32(query) * f32(norm_weight)).to(sources.dtype).transpose(0, -1)   # Eq. 8, in the exponent
+    return (p.unsqueeze(-2) @ up).squeeze(-2).to(sources.dtype)    # Eq. 9
 
 
 def attn_res_blocks(blocks, queries, norm_weights, eps):
     """Phase one: the stored blocks' part of many mixes at once, each block read once.  [§2.2]
 
-    blocks [..., n, D]; queries, norm_weights [mixes, D], those of a block's 24 mixes, which all see the same blocks.
-    Returns (top, weight, value): each mix's largest score [..., mixes], the sum of exp(score - top), and the
-    sources' sum under these weights [..., mixes, D].
+    blocks [..., n, D]; queries, norm_weights [mixes, D], those of a block's 24 mixes, which all see
+    the same blocks. Returns each mix's largest score `top` [..., mixes], the `total` of
+    exp(score - top) [..., mixes], and the sources' sum under these weights [..., mixes, D].
     """
     up = f32(blocks)
     scores = attn_res_scores(up, queries, norm_weights, eps).transpose(-1, -2)   # [..., mixes, n]
@@ -675,15 +733,18 @@ def attn_res_blocks(blocks, queries, norm_weights, eps):
 
 
 def attn_res_merge(part, i, running, query, norm_weight, eps):
-    """Phase two: mix i of `part` completed by the running sum [..., D], by online softmax; equals attn_res.  [§2.2]"""
-    top, weight, value, up = part[0][..., i], part[1][..., i], part[2][..., i, :], f32(running)
+    """Phase two: mix i of `part` completed by the running sum [..., D]; equals attn_res.  [§2.2]
+
+    By online softmax: both parts are rescaled to the larger of their top scores, then added.
+    """
+    top, total, value, up = part[0][..., i], part[1][..., i], part[2][..., i, :], f32(running)
     score = attn_res_scores(up.unsqueeze(-2), query, norm_weight, eps).squeeze(-1)
     new = torch.maximum(top, score)
     old, own = torch.exp(top - new), torch.exp(score - new)
     mixed = old.unsqueeze(-1) * value + own.unsqueeze(-1) * up
-    return (mixed / (old * weight + own).unsqueeze(-1)).to(running.dtype)
+    return (mixed / (old * total + own).unsqueeze(-1)).to(running.dtype)
 
-# ---- §2.3 Stable LatentMoE: router, experts --------------------------------------------------------------------------
+# ---- §2.3.1 Stable LatentMoE: router, experts ----------------------------------------------------
 
 
 def route(scores, bias, k):
@@ -691,24 +752,26 @@ def route(scores, bias, k):
 
     scores  [m, n]  sigmoid router scores in (0, 1), fp32
     bias    [n]     balancing bias b
-    Returns experts [m, k] int64, weights [m, k] (the chosen raw scores over their sum) and cutoff [m]: the (k+1)-th
-    largest biased score, which an expert must exceed to be chosen. Raises ValueError unless k < n.
+    Returns experts [m, k] int64, weights [m, k] (the chosen raw scores over their sum) and cutoff
+    [m]: the (k+1)-th largest biased score, which an expert must exceed to be chosen. Raises
+    ValueError unless k < n.
     """
     if k >= scores.shape[-1]:
-        raise ValueError(f"top-{k} of {scores.shape[-1]} experts leaves no cutoff: k must be smaller")
+        raise ValueError(f"top-{k} of {scores.shape[-1]} experts leaves no cutoff: "
+                         "k must be smaller")
     top = (scores + bias).topk(k + 1)
     experts = top.indices[:, :k]
     return experts, mixture_weights(scores, experts), top.values[:, k]
 
 
 def mixture_weights(scores, experts):
-    """p of Eq. 13: the chosen experts' raw scores over their sum; all zero when every score underflowed."""
+    """p of Eq. 13: the chosen experts' raw scores over their sum; 0 if all underflowed."""
     chosen = scores.gather(-1, experts)
-    return chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+    return chosen / (chosen.sum(-1, keepdim=True) + 1e-20)                      # Eq. 13
 
 
 class Gate(Module):
-    """The router's scores: sigmoid(W x) in fp32. Its bias is a buffer: balanced, never trained by gradient."""
+    """The router's scores: sigmoid(W x) in fp32. Its bias is a buffer: balanced, not trained."""
     fp32 = ("weight", "e_score_correction_bias")
 
     def __init__(self, config):
@@ -730,8 +793,9 @@ def experts_loop(x, experts, weights, w1, w3, w2, act=situ_glu):
     y = torch.zeros_like(f32(x))
     for e in experts.unique().tolist():
         token, slot = torch.where(experts == e)
-        h = act(F.linear(x[token], w1[e].to(x.dtype)), F.linear(x[token], w3[e].to(x.dtype)))
-        y = y.index_add(0, token, f32(F.linear(h, w2[e].to(x.dtype))) * weights[token, slot, None].to(y.dtype))
+        gate, up = F.linear(x[token], w1[e].to(x.dtype)), F.linear(x[token], w3[e].to(x.dtype))
+        out = f32(F.linear(act(gate, up), w2[e].to(x.dtype)))
+        y = y.index_add(0, token, out * weights[token, slot, None].to(y.dtype))
     return y.to(x.dtype)
 
 
@@ -741,22 +805,25 @@ class Experts(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        n, I, L = config.num_experts, config.moe_intermediate_size, config.routed_expert_hidden_size or config.hidden_size
+        n, I = config.num_experts, config.moe_intermediate_size
+        L = config.routed_expert_hidden_size or config.hidden_size
         self.w1, self.w3 = nn.Parameter(torch.empty(n, I, L)), nn.Parameter(torch.empty(n, I, L))
         self.w2, self.act = nn.Parameter(torch.empty(n, L, I)), activation(config)
 
     def forward(self, x, experts, weights):
-        if self.kernel == "plain":
-            return experts_loop(x, experts, weights, self.w1, self.w3, self.w2, self.act)
-        import kernels
-        return kernels.experts_grouped(x, experts, weights, self.w1, self.w3, self.w2, self.act)
+        run = experts_loop
+        if self.kernel == "fast":
+            import kernels
+            run = kernels.experts_grouped
+        return run(x, experts, weights, self.w1, self.w3, self.w2, self.act)
 
 
 class LatentMoE(Module):
-    """Shared experts at full width plus routed ones in a latent space: x [B, T, D] to [B, T, D].  [§2.3.1, Eq. 11]
+    """Shared experts at full width plus routed ones in a latent space.  [§2.3.1, Eq. 11]
 
-    The norm between the routed sum and the up-projection is what makes it "stable". While training under a Balancer,
-    `load` counts tokens per expert and `balance` collects what the next bias needs; nothing else ever feeds them.
+    x [B, T, D], after the layer's norm, to [B, T, D]. The norm between the routed sum and the
+    up-projection is what makes it "stable". While training under a Balancer, `load` counts tokens
+    per expert and `balance` collects what the next bias needs; nothing else ever feeds them.
     """
 
     def __init__(self, config):
@@ -769,15 +836,18 @@ class LatentMoE(Module):
             if config.latent_moe_use_norm:
                 self.routed_expert_norm = RMSNorm(L, config.rms_norm_eps)
         if config.num_shared_experts:
-            self.shared_experts = MLP(config, config.num_shared_experts * config.moe_intermediate_size)
+            width = config.num_shared_experts * config.moe_intermediate_size
+            self.shared_experts = MLP(config, width)
 
     def forward(self, x, valid=None, note=None, forced=None):
-        """valid [B, T] bool: tokens that count for balancing. note: a dict for topk_idx, topk_weight and gap, by
-        which the last chosen expert beat the next.
-        forced [B, T, k]: expert ids to use instead of the router's own choice; their weights stay the router's."""
-        flat = x.flatten(0, 1)
+        """valid   [B, T] bool: tokens that count for balancing; None: all
+
+        note    a dict for topk_idx, topk_weight and gap, by which the last chosen beat the next
+        forced  [B, T, k]: expert ids instead of the router's own choice, under its weights
+        """
+        flat, bias = x.flatten(0, 1), self.gate.e_score_correction_bias
         scores = self.gate(flat)
-        experts, weights, cutoff = route(scores, self.gate.e_score_correction_bias, self.k)
+        experts, weights, cutoff = route(scores, bias, self.k)
         if forced is not None:
             experts = forced.flatten(0, 1).to(x.device)
             weights = mixture_weights(scores, experts)
@@ -785,51 +855,55 @@ class LatentMoE(Module):
             self.count(scores.detach(), experts, cutoff.detach(), valid)
         if note is not None:
             idx, order = experts.sort(-1)
-            last = (scores + self.gate.e_score_correction_bias).gather(-1, experts).amin(-1)
-            note.update({name: t.unflatten(0, x.shape[:2]) for name, t in (
-                ("topk_idx", idx), ("topk_weight", weights.gather(-1, order)), ("gap", last - cutoff))})
-        latent = self.routed_expert_down_proj(flat) if hasattr(self, "routed_expert_down_proj") else flat
-        u = self.experts(latent, experts, weights * self.scale)
+            gap = (scores + bias).gather(-1, experts).amin(-1) - cutoff
+            found = {"topk_idx": idx, "topk_weight": weights.gather(-1, order), "gap": gap}
+            note.update({name: t.unflatten(0, x.shape[:2]) for name, t in found.items()})
+        u = self.routed_expert_down_proj(flat) if hasattr(self, "routed_expert_down_proj") else flat
+        u = self.experts(u, experts, weights * self.scale)
         if hasattr(self, "routed_expert_norm"):
             u = self.routed_expert_norm(u)
         if hasattr(self, "routed_expert_up_proj"):
             u = self.routed_expert_up_proj(u)
         y = u.view_as(x)
-        return y + self.shared_experts(x) if hasattr(self, "shared_experts") else y       # Eq. 11
+        return y + self.shared_experts(x) if hasattr(self, "shared_experts") else y     # Eq. 11
 
     def count(self, scores, experts, cutoff, valid):
         valid = torch.ones_like(cutoff) if valid is None else valid.flatten().to(cutoff.dtype)
-        self.load.scatter_add_(0, experts.flatten(), valid.to(self.load.dtype).unsqueeze(-1).expand_as(experts).flatten())
+        each = valid.to(self.load.dtype).unsqueeze(-1).expand_as(experts)
+        self.load.scatter_add_(0, experts.flatten(), each.flatten())
         if self.balance is not None:
             self.balance.add(scores, cutoff, valid)
 
-# ---- §2.3.3 Quantile Balancing ---------------------------------------------------------------------------------------
+# ---- §2.3.3 Quantile Balancing -------------------------------------------------------------------
 
 
 def quantile_bias(scores, cutoff, k, valid=None):
-    """The bias that gives every expert its target load, cutoffs held fixed: exact.  [§2.3.3, Eq. 14]
+    """The bias that gives every expert its target load, cutoffs held fixed.  [§2.3.3, Eq. 14]
 
-    scores [m, n], cutoff [m] as route uses and returns them, over the whole batch; valid [m]: 0 leaves a token out
-    Returns b [n], mean-centred. With target = m k / n, -b_j before centring is the (floor(target) + 1)-th largest
-    margin s_ij - cutoff_i: exactly the target number of tokens exceeds it. No token at all gives zeros.
+    scores [m, n], cutoff [m] as route uses and returns them, over the whole batch; valid [m]: 0
+    leaves a token out. Returns b [n], mean-centred. An expert is chosen where its margin
+    s_ij - cutoff_i exceeds -b_j, so with target = m k / n, -b_j before centring is the
+    (floor(target) + 1)-th largest margin. No token at all gives zeros.
     """
     m, n = scores.shape
     if m == 0:
         return scores.new_zeros(n)
     valid = torch.ones_like(cutoff) if valid is None else valid
-    margin = torch.where(valid.unsqueeze(-1) > 0, scores - cutoff.unsqueeze(-1), -math.inf)
+    margin = scores - cutoff.unsqueeze(-1)
+    margin = torch.where(valid.unsqueeze(-1) > 0, margin, -math.inf)
     rank = (valid.sum() * k / n).floor().long()
-    b = -margin.sort(0, descending=True).values.gather(0, rank.expand(1, n))[0]
+    b = -margin.sort(0, descending=True).values.gather(0, rank.expand(1, n))[0]         # Eq. 14
     return torch.where(valid.sum() > 0, b - b.mean(), torch.zeros_like(b))
 
 
 class QuantileHistogram:
-    """Eq. 14 from counts, which add up over micro-batches and ranks.  [App. D]
+    """Eq. 14 from counts, which add up over micro-batches and ranks.  [§2.3.3, App. D]
 
-    The required bias r = cutoff - score of every (token, expert) falls in one of `bins` bins over
-    [min b - 1, max b + 1], b being the bias in use: scores lie in (0, 1), so no r can lie outside. finish() returns
-    the target-th smallest r, interpolated inside its bin and mean-centred. (Eq. 14 proper is one order statistic
-    further: the (target+1)-th largest margin is the (target+1)-th smallest r.)
+    r = cutoff - score is the bias at which an expert would just be chosen by a token. Each (token,
+    expert) falls in one of `bins` bins over [min b - 1, max b + 1], b being the bias in use: scores
+    lie in (0, 1), so no r can lie outside. finish() returns the target-th smallest r, interpolated
+    inside its bin and mean-centred. (Eq. 14 proper is one order statistic further: the (target +
+    1)-th largest margin is the (target + 1)-th smallest r.)
     ema > 0 averages the estimated quantiles over steps, newest with weight 1 - ema.
     """
 
@@ -838,38 +912,42 @@ class QuantileHistogram:
 
     def start(self, bias):
         """Before a step: empty bins around the bias [n] that the step will route with."""
-        self.bias, self.low, self.span = bias.clone(), bias.min() - 1, bias.max() - bias.min() + 2
+        self.bias, self.low = bias.clone(), bias.min() - 1
+        self.span = bias.max() - bias.min() + 2
         self.counts = torch.zeros(self.n, self.bins, dtype=torch.int32, device=bias.device)
         self.pooled = False
 
     def add(self, scores, cutoff, valid=None):
-        """Count scores [m, n] against cutoff [m]; valid [m]: 0 leaves a token out. Once per micro-batch, no waiting."""
+        """Count scores [m, n] against cutoff [m], once per micro-batch; valid [m]: 0 leaves out."""
         r = cutoff.unsqueeze(-1) - scores
-        at = ((r - self.low) / self.span * self.bins).long().clamp(0, self.bins - 1)        # the upper edge is the last bin's
-        at += torch.arange(self.n, device=at.device) * self.bins
+        at = ((r - self.low) / self.span * self.bins).long()
+        at = at.clamp(0, self.bins - 1)                # the upper edge belongs to the last bin
+        at += torch.arange(self.n, device=at.device) * self.bins       # into the flattened counts
         one = torch.ones_like(cutoff) if valid is None else valid
         one = one.to(self.counts.dtype).unsqueeze(-1).expand_as(at)
         self.counts.view(-1).scatter_add_(0, at.flatten(), one.flatten())
 
     def finish(self):
-        """After the step: pool the counts over ranks (unless Balancer did) and return the next bias [n]."""
+        """After the step: pool the counts over ranks (unless Balancer did); the next bias [n]."""
         if not self.pooled:
             pool([self.counts])
-        below = self.counts.cumsum(-1)
-        m = below[:, -1:]
+        upto = self.counts.cumsum(-1)
+        m = upto[:, -1:]                               # tokens, the same for every expert
         target = m.to(self.bias.dtype) * self.k / self.n
-        at = torch.searchsorted(below, target.ceil().to(below.dtype)).clamp(max=self.bins - 1)
+        at = torch.searchsorted(upto, target.ceil().to(upto.dtype)).clamp(max=self.bins - 1)
         inside = self.counts.gather(-1, at)
-        part = ((target - (below.gather(-1, at) - inside)) / inside.clamp(min=1)).clamp(0, 1)
-        b = (self.low + (at + part) / self.bins * self.span)[:, 0]
+        before = upto.gather(-1, at) - inside
+        fraction = ((target - before) / inside.clamp(min=1)).clamp(0, 1)
+        b = (self.low + (at + fraction) / self.bins * self.span)[:, 0]          # Eq. 14
         if self.ema:
-            self.average = b.clone() if self.average is None else self.average.lerp_(b, 1 - self.ema)
+            old = self.average
+            self.average = b.clone() if old is None else old.lerp_(b, 1 - self.ema)
             b = self.average
         return torch.where(m[:, 0].amin() > 0, b - b.mean(), self.bias)
 
 
 class ExactQuantile:
-    """quantile_bias with QuantileHistogram's calls: keeps every score of the step, gathers them over ranks."""
+    """quantile_bias under QuantileHistogram's calls: keeps all scores, gathers them over ranks."""
 
     def __init__(self, num_experts, k):
         self.k = k
@@ -886,23 +964,25 @@ class ExactQuantile:
             return self.bias
         mine = torch.cat(self.parts)
         if ranks() > 1:
-            all_ = [torch.empty_like(mine) for _ in range(ranks())]      # every rank's batch has the same size
-            dist.all_gather(all_, mine)
-            mine = torch.cat(all_)
+            parts = [torch.empty_like(mine) for _ in range(ranks())]   # all of the same size
+            dist.all_gather(parts, mine)
+            mine = torch.cat(parts)
         scores, cutoff, valid = mine[:, :-2], mine[:, -2], mine[:, -1]
-        return torch.where(valid.sum() > 0, quantile_bias(scores, cutoff, self.k, valid), self.bias)
+        new = quantile_bias(scores, cutoff, self.k, valid)
+        return torch.where(valid.sum() > 0, new, self.bias)
 
 
 def sign_bias(bias, load, gamma):
-    """The fixed-step rule that Quantile Balancing replaces: b + gamma sign(mean load - load).  [§2.3.3]"""
+    """The fixed-step rule that Eq. 14 replaces: b + gamma sign(mean load - load).  [§2.3.3]"""
     return bias + gamma * torch.sign(load.mean() - load)
 
 
 def balanced_assignment(scores, k, steps):
-    """The balanced assignment of greatest total score, by alternating exact minimisation of its dual.  [App. C, Alg. 1]
+    """The balanced assignment of greatest total score, by its dual.  [§2.3.3, App. C, Alg. 1]
 
-    scores [m, n]. Each step sets alpha to the (k+1)-th largest of s - beta per token, then beta to the
-    (m k / n + 1)-th largest of s - alpha per expert. Returns experts [m, k], the top-k of s - beta, and beta [n].
+    scores [m, n]. Each step sets alpha to the (k+1)-th largest of s - beta per token, then beta to
+    the (m k / n + 1)-th largest of s - alpha per expert: exact minimisation over each in turn.
+    Returns experts [m, k], the top-k of s - beta, and beta [n], which is minus the router's bias.
     """
     m, n = scores.shape
     beta, rank = scores.new_zeros(n), min(m * k // n, m - 1)
@@ -913,6 +993,7 @@ def balanced_assignment(scores, k, steps):
 
 
 def ranks():
+    """How many processes train together; 1 without torch.distributed."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -928,9 +1009,9 @@ def pool(tensors):
 class Balancer:
     """Runs one balancing rule over all MoE layers of a model while it trains.  [§2.3.3]
 
-    start() before a step's forward passes, finish() after them: the new biases serve the next step, so no batch is
-    routed by a bias made from itself. Evaluation and padding never count. method: "qb" (histogram), "qb-exact",
-    "sign" (steps of gamma) or "none".
+    start() before a step's forward passes, finish() after them: the new biases serve the next step,
+    so no batch is routed by a bias made from itself. Evaluation and padding never count.
+    method: "qb" (histogram), "qb-exact", "sign" (steps of gamma) or "none"; ValueError for others.
     """
 
     def __init__(self, model, method="qb", bins=1000, gamma=1e-3, ema=0.0):
@@ -968,7 +1049,7 @@ class Balancer:
         load = torch.stack([moe.load for moe in self.layers]).float()
         return load.amax(-1) / load.mean(-1)
 
-# ---- §2.4 Vision: MoonViT-V2 -----------------------------------------------------------------------------------------
+# ---- §2.4 Vision: MoonViT-V2 ---------------------------------------------------------------------
 
 VISION_EPS = 1.1920929e-07     # fp32's machine epsilon; the release leaves eps to torch's default
 PATCH = 14                     # pixels, of preprocess_image; the tower itself asks its config
@@ -1149,7 +1230,8 @@ def expand_placeholders(input_ids, lengths, placeholder):
     times = torch.ones_like(input_ids)
     times[is_media] = torch.tensor(lengths, dtype=times.dtype, device=times.device)
     if len(rows := set(times.sum(1).tolist())) > 1:
-        raise ValueError(f"rows of {sorted(rows)} tokens once their media are in: they must be equal")
+        raise ValueError(f"rows of {sorted(rows)} tokens once their media are in: "
+                         "they must be equal")
     return input_ids.flatten().repeat_interleave(times.flatten()).view(len(input_ids), -1)
 
 
@@ -1213,11 +1295,11 @@ def preprocess_image(image):
     x = torch.from_numpy(canvas).view(rows, PATCH, cols, PATCH, 3).permute(0, 2, 4, 1, 3)
     return (x.flatten(0, 1) / 255 - 0.5) / 0.5, torch.tensor([1, rows, cols])
 
-# ---- Layers and model ------------------------------------------------------------------------------------------------
+# ---- §2.1 Layers and model, §2.5 MTP -------------------------------------------------------------
 
 
 class DecoderLayer(nn.Module):
-    """One backbone layer: attention (MLA or KDA) and feed-forward (LatentMoE or dense), each reading a mix over depth."""
+    """One backbone layer: attention, then feed-forward, each reading a mix over depth."""
 
     def __init__(self, config, mla, moe, starts_block):
         super().__init__()
@@ -1231,45 +1313,56 @@ class DecoderLayer(nn.Module):
         self.attn_res = config.attn_res_block_size is not None
         self.starts_block = self.attn_res and starts_block
         if self.attn_res:
-            self.self_attention_res_proj, self.self_attention_res_norm = Linear(D, 1), RMSNorm(D, eps)
+            self.self_attention_res_proj = Linear(D, 1)
+            self.self_attention_res_norm = RMSNorm(D, eps)
             self.mlp_res_proj, self.mlp_res_norm = Linear(D, 1), RMSNorm(D, eps)
 
     def forward(self, s, blocks, state=None, valid=None, note=None, forced=None):
-        """s [B, T, D] the running sum, blocks the sums stored so far; returns both after the layer.  [§2.2, Eq. 10]
+        """s [B, T, D] the running sum, blocks the sums stored so far.  [§2.2, Eq. 10]
 
-        A layer that starts a block mixes the finished sum in once more, files it, and lets its attention's output
-        start the next. Layer 0 finds nothing stored: it reads the embedding as it is, and its first mix is unused.
+        A layer that starts a block reads the finished sum once more, as the last source of its
+        mix; then it files the sum, and its attention's output starts the next. Layer 0 finds
+        nothing stored: it reads the embedding as it is, files it as the first block, and its
+        attention mix is unused. valid, note and forced are LatentMoE's. Returns s and blocks.
         """
         attn_in = self.mix("self_attention", blocks, s)
         if self.starts_block:
-            blocks, s = [*blocks, s], 0
+            blocks, s = [*blocks, s], 0                # a new list: the caller keeps its own
         attn_out = self.self_attn(self.input_layernorm(attn_in), state)
         s = s + attn_out
         ffn_in = self.mix("mlp", blocks, s)
         h = self.post_attention_layernorm(ffn_in)
-        ffn_out = self.block_sparse_moe(h, valid, note, forced) if hasattr(self, "block_sparse_moe") else self.mlp(h)
+        moe = hasattr(self, "block_sparse_moe")
+        ffn_out = self.block_sparse_moe(h, valid, note, forced) if moe else self.mlp(h)
         s = s + ffn_out
         if note is not None:
-            note.update(attn_in=attn_in, attn_out=attn_out, ffn_in=ffn_in, ffn_out=ffn_out, prefix_sum=s)
+            note.update(attn_in=attn_in, attn_out=attn_out, ffn_in=ffn_in, ffn_out=ffn_out,
+                        prefix_sum=s)
         return s, blocks
 
     def mix(self, name, blocks, s):
         if not (self.attn_res and blocks):
             return s
-        return mix_depth(blocks, s, getattr(self, f"{name}_res_proj"), getattr(self, f"{name}_res_norm"))
+        proj, norm = getattr(self, f"{name}_res_proj"), getattr(self, f"{name}_res_norm")
+        return mix_depth(blocks, s, proj, norm)
 
 
 def mix_depth(blocks, s, proj, norm):
-    return attn_res(torch.stack([*blocks, s], -2), proj.weight[0], norm.weight, norm.eps)
+    """attn_res over the stored blocks and the running sum, by a mix's weights.  [§2.2, Eq. 10]"""
+    sources = torch.stack([*blocks, s], -2)                        # Eq. 10
+    return attn_res(sources, proj.weight[0], norm.weight, norm.eps)
 
 
 class TextModel(nn.Module):
+    """Embedding, layers, final norm and the AttnRes mix before it; K3 runs them."""
+
     def __init__(self, config):
         super().__init__()
         D, eps, S = config.hidden_size, config.rms_norm_eps, config.attn_res_block_size
         self.embed_tokens = nn.Embedding(config.vocab_size, D)
-        self.layers = nn.ModuleList(DecoderLayer(config, config.is_mla(i), config.is_moe(i), i % (S or 1) == 0)
-                                    for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, config.is_mla(i), config.is_moe(i), i % (S or 1) == 0)
+            for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(D, eps)
         if S is not None:
             self.output_attn_res_proj, self.output_attn_res_norm = Linear(D, 1), RMSNorm(D, eps)
@@ -1278,22 +1371,25 @@ class TextModel(nn.Module):
 
     def output_mix(self, blocks, s):
         """One more mix after the last layer."""
-        return mix_depth(blocks, s, self.output_attn_res_proj, self.output_attn_res_norm) if blocks else s
+        if not blocks:
+            return s
+        return mix_depth(blocks, s, self.output_attn_res_proj, self.output_attn_res_norm)
 
 
 class MTP(nn.Module):
     """Multi-token prediction: one backbone-shaped layer that guesses one token further.  [§2.5]
 
-    It reads the backbone's normed hidden state at t joined with the embedding of token t + 1, and shares the
-    backbone's output mix and head. Trained, not released; these names are ours.
+    It reads the backbone's normed hidden state at t joined with the embedding of token t + 1, and
+    shares the backbone's output mix and head. Its layer starts a block of its own, so its input is
+    the one stored block. Trained, not released; these names are ours.
     """
 
     def __init__(self, config):
         super().__init__()
-        D, eps = config.hidden_size, config.rms_norm_eps
+        D, eps, moe = config.hidden_size, config.rms_norm_eps, config.num_experts is not None
         self.hnorm, self.enorm, self.norm = RMSNorm(D, eps), RMSNorm(D, eps), RMSNorm(D, eps)
         self.eh_proj = Linear(2 * D, D)
-        self.layer = DecoderLayer(config, mla=True, moe=config.num_experts is not None, starts_block=True)
+        self.layer = DecoderLayer(config, mla=True, moe=moe, starts_block=True)
 
     def forward(self, h, next_embed, output_mix, state=None, valid=None):
         """h, next_embed [B, T, D] -> the state that the head turns into logits for token t + 2."""
@@ -1303,20 +1399,29 @@ class MTP(nn.Module):
 
 
 class LanguageModel(nn.Module):
+    """The text model and its head."""
+
     def __init__(self, config):
         super().__init__()
-        self.model, self.lm_head = TextModel(config), Linear(config.hidden_size, config.vocab_size)
+        self.model = TextModel(config)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
 
 
-RECORDED = ("attn_in", "attn_out", "ffn_in", "topk_idx", "topk_weight", "ffn_out", "prefix_sum")     # of each layer
+RECORDED = ("attn_in", "attn_out", "ffn_in", "topk_idx", "topk_weight", "ffn_out", "prefix_sum")
+
+
+def record_layer(record, i, note):
+    """File what layer i noted of itself under the recorded names."""
+    record.update({f"layers.{i}.{name}": note[name] for name in RECORDED if name in note})
 
 
 class State:
-    """What a model remembers of the tokens it has read: per KDA layer a fixed size, per MLA layer 576 values a token.
+    """What a model remembers of the tokens it has read, a dict of tensors a layer.
 
-    A forward pass replaces the entries and does not write into them, so that copy() is cheap and safe; only caches of
-    a fixed `capacity` (for CUDA graphs) are written in place. There is no cropping: a KDA state cannot forget its last
-    tokens; keep a copy from the position to return to.
+    Of fixed size per KDA layer, 576 values a token per MLA layer. A forward pass replaces the
+    entries and does not write into them, so that copy() is cheap and safe; only caches of a fixed
+    `capacity` (for CUDA graphs) are written in place. There is no cropping: a KDA state cannot
+    forget its last tokens; keep a copy from the position to return to.
     """
 
     def __init__(self, layers, batch, length=0, capacity=None):
@@ -1332,9 +1437,11 @@ class State:
 class K3(nn.Module):
     """The whole model; state_dict names are the released checkpoint's, routed experts stacked.
 
-    K3(config, seed) draws fresh weights that train; under torch.device("meta") it only has shapes. `kernel` "plain"
-    uses the definitions in this file, "fast" kernels.py. `compute_dtype`: dtype of activations, None for the weights'.
+    K3(config, seed) draws fresh weights that train; under torch.device("meta") it only has shapes.
+    kernel         "plain": the definitions in this file; "fast": kernels.py
+    compute_dtype  of activations; None: the weights'
     """
+    _kernel = "plain"
 
     def __init__(self, config, seed=0):
         super().__init__()
@@ -1345,16 +1452,18 @@ class K3(nn.Module):
         if self.language_model.lm_head.weight.device.type != "meta":
             init_weights(self, torch.Generator().manual_seed(seed))
 
-    def forward(self, input_ids, state=None, pixel_values=None, grid_thws=None, record=None, last=False):
-        """input_ids [B, T] int64 -> logits [B, T, V] in fp32; with media, T is the length after the merge.
+    def forward(self, input_ids, state=None, pixel_values=None, grid_thws=None, record=None,
+                last=False):
+        """input_ids [B, T] int64 -> logits [B, T, V] in fp32; with media, T is after the merge.
 
-        state        from init_state: continue from it and update it, so that prefill in any pieces and decoding are
-                     this same call; None: a sequence of its own
-        pixel_values, grid_thws   as preprocess_image makes them, one grid row a media placeholder in input_ids
-        record       a dict to fill with intermediate tensors (names: golden data, README)
-        last         only the last position's logits, [B, 1, V]: a million rows of them would be 687 GB
-        Raises ValueError for ids outside the vocabulary (seen on the CPU only), another batch size than the state's,
-        or a batch that is padded on the left: there is no mask, so pad on the right and read logits before it.
+        state    from init_state: continue from it and update it, so that prefill in any pieces and
+                 decoding are this same call; None: a sequence of its own
+        pixel_values, grid_thws   as preprocess_image makes them, a grid row a media placeholder
+        record   a dict to fill with intermediate tensors (names: golden data, README)
+        last     only the last position's logits, [B, 1, V]: a million rows would be 687 GB
+        Raises ValueError for ids outside the vocabulary (seen on the CPU only), another batch size
+        than the state's, or a batch that is padded on the left: there is no mask, so pad on the
+        right and read logits before it.
         """
         h = self.hidden(input_ids, state, pixel_values, grid_thws, record)
         logits = f32(self.head(h[:, -1:] if last else h))
@@ -1366,25 +1475,24 @@ class K3(nn.Module):
         """forward without the head: the final normed hidden states [B, T, D]."""
         self.check_input(input_ids, state)
         text = self.language_model.model
-        s, valid = self.embed(input_ids, pixel_values, grid_thws, record)
-        if record is not None:
-            record["embed"] = s
-        s, blocks = self.run_layers(range(len(text.layers)), s, [], state, valid, record)
+        embed, valid = self.embed(input_ids, pixel_values, grid_thws, record)
+        span = range(len(text.layers))
+        s, blocks = self.run_layers(span, embed, [], state, valid, record)
         if state is not None:
             state.length += s.shape[1]
         mixed = text.output_mix(blocks, s)
         h = text.norm(mixed)
         if record is not None:
-            record.update(final_mixed=mixed, final_normed=h)
+            record.update(embed=embed, final_mixed=mixed, final_normed=h)
         return h
 
     def run_layers(self, span, s, blocks, state=None, valid=None, record=None):
-        """The layers of `span` in turn: running sum and stored blocks before them to those after them."""
+        """The layers of `span` in turn: running sum and stored blocks, before them to after."""
         for i in span:
             note = None if record is None else {}
             s, blocks = self.layer(i)(s, blocks, state and state.layers[i], valid, note)
             if record is not None:
-                record.update({f"layers.{i}.{name}": note[name] for name in RECORDED if name in note})
+                record_layer(record, i, note)
         return s, blocks
 
     def layer(self, i):
@@ -1401,30 +1509,33 @@ class K3(nn.Module):
         return self.language_model.model.embed_tokens.weight.device
 
     def embed(self, input_ids, pixel_values=None, grid_thws=None, record=None):
-        """Token embeddings [B, T, D], media in place of their placeholders, and which positions are not padding."""
+        """Token embeddings [B, T, D], media in place, and which positions are not padding."""
         placeholder = self.config.media_placeholder_token_id
-        if (pixel_values is None) != (grid_thws is None):
-            raise ValueError("pixel_values and grid_thws go together")
-        if pixel_values is not None:
+        with_media = pixel_values is not None or grid_thws is not None
+        if with_media:
             media = self.encode_media(pixel_values, grid_thws, record)
             input_ids = expand_placeholders(input_ids, [len(m) for m in media], placeholder)
         x = self.embed_tokens(input_ids)
         x = x if self.compute_dtype is None else x.to(self.compute_dtype)
-        if pixel_values is not None:
-            x = x.masked_scatter((input_ids == placeholder).unsqueeze(-1), torch.cat(media).to(x.dtype))
+        if with_media:
+            place = (input_ids == placeholder).unsqueeze(-1)
+            x = x.masked_scatter(place, torch.cat(media).to(x.dtype))
         return x, input_ids != self.config.pad_token_id
 
     def encode_media(self, pixel_values, grid_thws, record=None):
-        """Images and videos as features of the text model's width: a list of [tokens, D], one an item.  [§2.4]
+        """Media as features of the text model's width: a list of [tokens, D], one an item.  [§2.4]
 
-        Arguments as MoonViT and check_grids say, which raises ValueError; items do not see each other.
+        Arguments as MoonViT and check_grids say, which raises ValueError; items do not see each
+        other.
         """
         if not self.config.vt_num_hidden_layers:
             raise ValueError("this model has no vision tower")
-        kernel, dtype = self.config.merge_kernel_size, self.compute_dtype or self.mm_projector.post_norm.weight.dtype
+        dtype = self.compute_dtype or self.mm_projector.post_norm.weight.dtype
         grids = check_grids(pixel_values, grid_thws, self.config)
-        items = self.vision_tower(pixel_values.to(dtype), grids, record).split([math.prod(grid) for grid in grids])
-        merged = [merge_patches(item, grid, kernel) for item, grid in zip(items, grids)]
+        items = self.vision_tower(pixel_values.to(dtype), grids, record)
+        items = items.split([math.prod(grid) for grid in grids])
+        merged = [merge_patches(item, grid, self.config.merge_kernel_size)
+                  for item, grid in zip(items, grids)]
         media = [self.mm_projector(m) for m in merged]
         if record is not None:
             record.update({f"item{j}.merged": m for j, m in enumerate(merged)})
@@ -1432,10 +1543,11 @@ class K3(nn.Module):
         return media
 
     def loss(self, ids, labels, mtp_weight=0.3, **media):
-        """Mean cross-entropy of labels [B, T] (the tokens after ids; -100 is ignored) in nats, and its parts.
+        """Mean cross-entropy in nats, and its parts "main" and "mtp".
 
-        With an MTP layer its own loss, one token further, is added times mtp_weight. No label at all gives 0, not NaN.
-        media: pixel_values and grid_thws; labels then have the length after the merge (see expand_placeholders).
+        labels  [B, T], the tokens after ids; -100 is ignored, and no label at all gives 0, not NaN
+        media   pixel_values and grid_thws; labels then have the length after the merge
+        With an MTP layer its own loss, one token further, is added times mtp_weight.
         """
         h, text = self.hidden(ids, **media), self.language_model.model
         loss = cross_entropy(self.head(h), labels)
@@ -1443,30 +1555,39 @@ class K3(nn.Module):
         if hasattr(text, "mtp"):
             ahead, valid = self.embed(ids, **media)
             guess = text.mtp(h[:, :-1], ahead[:, 1:], text.output_mix, valid=valid[:, 1:])
-            mtp = cross_entropy(self.head(guess), labels[:, 1:])
+            mtp = cross_entropy(self.head(guess), labels[:, 1:])   # labels are one ahead already
             loss, parts["mtp"] = loss + mtp_weight * mtp, mtp.detach()
         return loss, parts
 
     def init_state(self, batch, capacity=None):
-        """An empty State for `batch` sequences, on the model's device; capacity: the most tokens it may ever hold."""
+        """An empty State for `batch` sequences; capacity: the most tokens it may ever hold."""
         text = self.language_model.model
         dtype = self.compute_dtype or text.embed_tokens.weight.dtype
-        return State([layer.self_attn.init_state(batch, dtype, self.device, capacity) for layer in text.layers],
-                     batch, capacity=capacity)
+        layers = [layer.self_attn.init_state(batch, dtype, self.device, capacity)
+                  for layer in text.layers]
+        return State(layers, batch, capacity=capacity)
 
     def check_input(self, ids, state):
-        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"input_ids are {getattr(ids, 'dtype', type(ids))} {list(getattr(ids, 'shape', ()))}, expected whole numbers [B, T]")
-        if state is not None and state.batch != ids.shape[0]:
-            raise ValueError(f"the state is for {state.batch} sequences, input_ids hold {ids.shape[0]}")
-        if state is not None and state.capacity is not None and state.length + ids.shape[1] > state.capacity:
-            raise ValueError(f"the state holds {state.length} of at most {state.capacity} tokens, {ids.shape[1]} more came")
-        if ids.device.type == "cpu" and ids.numel():         # elsewhere looking would wait for the device
-            low, high, V, pad = int(ids.min()), int(ids.max()), self.config.vocab_size, self.config.pad_token_id
+        """ValueError for what forward refuses."""
+        whole = isinstance(ids, torch.Tensor) and ids.dtype in (torch.int64, torch.int32)
+        if not whole or ids.dim() != 2:
+            raise ValueError(f"input_ids are {getattr(ids, 'dtype', type(ids))} "
+                             f"{list(getattr(ids, 'shape', ()))}, expected whole numbers [B, T]")
+        B, T = ids.shape
+        if state is not None and state.batch != B:
+            raise ValueError(f"the state is for {state.batch} sequences, input_ids hold {B}")
+        if state is not None and state.capacity is not None and state.length + T > state.capacity:
+            raise ValueError(f"the state holds {state.length} of at most {state.capacity} tokens, "
+                             f"{T} more came")
+        if ids.device.type == "cpu" and ids.numel():   # elsewhere looking would wait for the device
+            V, pad = self.config.vocab_size, self.config.pad_token_id
+            low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= V:
-                raise ValueError(f"token id {low if low < 0 else high} is outside the vocabulary of {V}")
-            if len(ids) > 1 and ((ids[:, 0] == pad) & (ids != pad).any(1)).any():
-                raise ValueError(f"a row starts with padding (id {pad}): pad on the right, there is no mask")
+                raise ValueError(f"token id {low if low < 0 else high} is outside the vocabulary "
+                                 f"of {V}")
+            if B > 1 and ((ids[:, 0] == pad) & (ids != pad).any(1)).any():
+                raise ValueError(f"a row starts with padding (id {pad}): pad on the right, "
+                                 "there is no mask")
 
     def moe_layers(self):
         return [m for m in self.modules() if isinstance(m, LatentMoE)]
@@ -1483,25 +1604,26 @@ class K3(nn.Module):
         bound = self.config.gate_lower_bound
         unbounded = value == "fast" and (bound is None or bound < -5)
         if unbounded and self.config.kda_layers:
-            print("note: the chunk path needs log-decay bounded by -5 or more; KDA runs token by token", file=sys.stderr)
+            print("note: the chunk path needs log-decay bounded by -5 or more; "
+                  "KDA runs token by token", file=sys.stderr)
         for m in self.modules():
             if isinstance(m, (KDA, MLA, Experts)):
                 m.kernel = "plain" if unbounded and isinstance(m, KDA) else value
 
-    _kernel = "plain"
-
 
 def cross_entropy(logits, labels):
-    total = F.cross_entropy(f32(logits).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    """Mean over the labels that are not -100; 0 if all are."""
+    logits, labels = f32(logits).flatten(0, 1), labels.flatten()
+    total = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
     return total / (labels != -100).sum().clamp(min=1)
 
 
 @torch.no_grad()
 def init_weights(model, generator):
-    """Fresh weights that train: pseudo-queries 0 (AttnRes starts as the mean), A_log 0, router bias 0, norms 1.
+    """Fresh weights that train: AttnRes starts as the mean (w = 0), A_log and router bias at 0.
 
     dt_bias is Kimi Linear's: the inverse softplus of a step drawn log-uniformly from [0.001, 0.1].
-    (The released module draws A_log from log U(1, 16); the report starts it at 0, and so does this.)
+    Differs: the released module draws A_log from log U(1, 16); the report starts it at 0.
     """
     for name, p in model.named_parameters():
         if name.split(".")[-2].rstrip("01").endswith("norm"):
@@ -1509,14 +1631,15 @@ def init_weights(model, generator):
         elif name.endswith(("A_log", "res_proj.weight")):
             p.zero_()
         elif name.endswith("dt_bias"):
-            step = torch.exp(torch.empty_like(p).uniform_(math.log(1e-3), math.log(1e-1), generator=generator))
+            low, high = math.log(1e-3), math.log(1e-1)
+            step = torch.empty_like(p).uniform_(low, high, generator=generator).exp()
             p.copy_(step + torch.log(-torch.expm1(-step)))
         elif "conv1d" in name:
             p.uniform_(-p.shape[-1] ** -0.5, p.shape[-1] ** -0.5, generator=generator)
         else:
             p.normal_(0, model.config.initializer_range, generator=generator)
 
-# ---- Checkpoint: MXFP4, safetensors, folders and byte ranges over http -----------------------------------------------
+# ---- Checkpoint: MXFP4, safetensors, folders and byte ranges over http ---------------------------
 
 
 class CheckpointError(ValueError):
@@ -1542,9 +1665,12 @@ def mxfp4_decode(packed, scale, dtype=torch.float32):
     if packed.shape[:-1] != scale.shape[:-1] or packed.shape[-1] != 16 * scale.shape[-1]:
         raise ValueError(f"MXFP4 codes {list(packed.shape)} do not fit scales {list(scale.shape)}:"
                          f" each scale serves 32 inputs, that is 16 bytes")
-    # A power of two times a 2-bit number is exact in bf16, subnormals included; only float64 reaches further.
-    work, unit = (torch.float64, torch.complex128) if dtype == torch.float64 else (torch.bfloat16, torch.int32)
-    pairs = FP4_PAIRS.to(packed.device, work).view(unit).flatten()      # both values of a byte moved as one
+    # A power of two times a 2-bit number is exact in bf16, subnormals included, and fp32 reaches no
+    # further. Both values of a byte are moved as one `unit`.
+    work, unit = torch.bfloat16, torch.int32
+    if dtype == torch.float64:
+        work, unit = torch.float64, torch.complex128
+    pairs = FP4_PAIRS.to(packed.device, work).view(unit).flatten()
     values = pairs.index_select(0, packed.flatten().int()).view(work).view(*scale.shape, 32)
     scales = FP4_SCALES.to(packed.device, work).index_select(0, scale.flatten().int())
     return values.mul_(scales.view(*scale.shape, 1)).flatten(-2).to(dtype)
@@ -1587,6 +1713,7 @@ SHARD = "model-{:05d}-of-{:06d}.safetensors"        # five digits, then six, as 
 
 
 class TensorInfo(NamedTuple):
+    """Where and as what a tensor is stored."""
     dtype: str      # as the file spells it, a key of DTYPES
     shape: tuple
     shard: str
@@ -1599,7 +1726,13 @@ def show(value):
     return text if len(text) <= 160 else text[:150] + "..." + text[-1]
 
 
+def tensor_error(file, name, problem):
+    """The CheckpointError of one tensor of a file."""
+    return CheckpointError(f"{file}: tensor {show(name)}{problem}")
+
+
 def parse_json(raw, where):
+    """The JSON object in raw bytes, strictly: CheckpointError, also for a key twice."""
     def unique(pairs):
         if len(found := dict(pairs)) != len(pairs):
             raise ValueError("a key appears twice among " + show([key for key, _ in pairs]))
@@ -1628,12 +1761,12 @@ def parse_header(raw, size, shard):
         try:
             dtype, shape, span = tensor_info(entry, at, size)
         except ValueError as error:
-            raise CheckpointError(f"{shard}: tensor {show(name)}: {error}") from None
+            raise tensor_error(shard, name, f": {error}") from None
         infos[name] = TensorInfo(sys.intern(dtype), shapes.setdefault(shape, shape), shard, span)
     for name, info in sorted(infos.items(), key=lambda item: item[1].span):
         if info.span[0] != at:
-            raise CheckpointError(f"{shard}: tensor {show(name)} starts at byte {info.span[0]}, "
-                                  f"but the one before it ends at {at}")
+            raise tensor_error(shard, name, f" starts at byte {info.span[0]}, but the one before "
+                               f"it ends at {at}")
         at = info.span[1]
     if at != size:
         raise CheckpointError(f"{shard}: the tensors end at byte {at}, the file at {size}")
@@ -1659,7 +1792,7 @@ def tensor_info(entry, base, size):
 
 
 def header_span(file, size, head):
-    """Where the header of a file of `size` bytes lies, by its first 8 bytes; refused if it cannot fit."""
+    """Where the header of a file of `size` bytes lies, by its first 8 bytes, if it can fit."""
     length = int.from_bytes(head, "little")
     if not 2 <= length <= min(size - 8, MAX_JSON):
         raise CheckpointError(f"{file}: {size} bytes cannot hold a header of {length}")
@@ -1675,20 +1808,21 @@ def read_safetensors(path):
         raise CheckpointError(f"{path}: no such file")
     infos = parse_header(files.read([header_span(file, *head)])[0], head[0], file)
     buffers = files.read([(file, *info.span) for info in infos.values()])
-    return {name: as_tensor(buffer, name, info) for (name, info), buffer in zip(infos.items(), buffers)}
+    return {name: as_tensor(buffer, name, info)
+            for (name, info), buffer in zip(infos.items(), buffers)}
 
 
 def as_tensor(buffer, name, info):
     """View of the bytes of one tensor; a copy only where its offset is not aligned."""
     dtype = DTYPES[info.dtype]
     if len(buffer) != info.span[1] - info.span[0]:
-        raise CheckpointError(f"{info.shard}: tensor {show(name)}: the file has become shorter")
+        raise tensor_error(info.shard, name, ": the file has become shorter")
     if not len(buffer):                          # torch refuses an empty buffer
         return torch.empty(info.shape, dtype=dtype)
     flat = torch.frombuffer(buffer, dtype=torch.uint8)
     flat = flat.clone() if flat.data_ptr() % dtype.itemsize else flat
     if dtype == torch.bool and flat.max() > 1:
-        raise CheckpointError(f"{info.shard}: tensor {show(name)}: a BOOL byte is neither 0 nor 1")
+        raise tensor_error(info.shard, name, ": a BOOL byte is neither 0 nor 1")
     return flat.view(dtype).view(info.shape)
 
 
@@ -1765,8 +1899,9 @@ class Redirect(urllib.request.HTTPRedirectHandler):
 class Web:
     """Files below a base URL, read by byte ranges, a few in flight, optionally kept on disk.
 
-    Kept pieces are filed under URL, length and ETag (or date), so a file that changed is fetched anew; where the
-    server gives neither, none are kept.
+    Its calls are Folder's. A part is (file, start, end); versions: file -> (length, ETag or date).
+    Kept pieces are filed under URL, length and ETag (or date), so a file that changed is fetched
+    anew; where the server gives neither, none are kept.
     """
     PIECE = 32 << 20                                    # bytes: what a cut connection may cost
     TRIES, PAUSE, TIMEOUT, IN_FLIGHT = 5, 0.5, 60, 6    # the pause (s) doubles after every try
@@ -1797,7 +1932,8 @@ class Web:
         ranges, done = join(waiting, self.PIECE), 0
         try:
             with ThreadPoolExecutor(self.IN_FLIGHT) as pool:
-                for (file, start, end), body in zip(ranges, pool.map(lambda r: self._get(*r), ranges)):
+                bodies = pool.map(lambda span: self._get(*span), ranges)
+                for (file, start, end), body in zip(ranges, bodies):
                     if body is None:
                         raise CheckpointError(f"{self.base}/{file}: it is gone")
                     while waiting and waiting[0][0] == file and waiting[0][1] < end:
@@ -1814,9 +1950,9 @@ class Web:
                 print(file=sys.stderr)
 
     def _keep(self, part, data):
-        if self._caches(part[0]):
-            os.makedirs(os.path.dirname(self._path(part)), exist_ok=True)
-            with replacing(self._path(part)) as kept:
+        if path := self._path(part):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with replacing(path) as kept:
                 kept.write(data)
 
     def _get(self, file, start=0, end=None):
@@ -1865,21 +2001,24 @@ class Web:
         if self.versions.setdefault(file, version) != version:
             raise CheckpointError(f"{url}: the file changed while it was being read")
 
-    def _caches(self, file):
-        return self.cache and self.versions[file][1]
-
     def _path(self, part):
-        key = hashlib.sha256(repr((self.base, self.versions[part[0]])).encode()).hexdigest()[:16]
-        return os.path.join(self.cache, f"{part[0]}-{key}", f"{part[1]}-{part[2]}")
+        """Where a piece is kept; None if it is not."""
+        file, start, end = part
+        if not self.cache or not self.versions[file][1]:
+            return None
+        key = hashlib.sha256(repr((self.base, self.versions[file])).encode()).hexdigest()[:16]
+        return os.path.join(self.cache, f"{file}-{key}", f"{start}-{end}")
 
     def _kept(self, part):
-        if self._caches(part[0]) and os.path.isfile(self._path(part)):
-            with open(self._path(part), "rb") as file:
-                data = file.read(part[2] - part[1] + 1)
-            return data if len(data) == part[2] - part[1] else None
+        path, length = self._path(part), part[2] - part[1]
+        if path and os.path.isfile(path):
+            with open(path, "rb") as file:
+                data = file.read(length + 1)
+            return data if len(data) == length else None
 
 
 def files_of(place, cache=None):
+    """Web for an http(s) URL, Folder for anything else; both have whole, heads and read."""
     if not str(place):
         raise CheckpointError("the checkpoint's folder or URL is empty")
     return Web(place, cache) if re.match(r"(?i)https?://", str(place)) else Folder(place)
@@ -1892,6 +2031,11 @@ class Checkpoint:
     get the released prefix `language_model.`. Every shard that the index names must be there,
     unless index_only; its header is read, and held against the index, when first needed.
     shard_of: name -> shard; total_size: what the index says; bytes_read: of tensors, so far.
+    Anything malformed raises CheckpointError with the file and the tensor.
+
+    _promised  shard -> names it must hold by the index; None: whatever its header says
+    _unread    shard -> (length, first 8 bytes), until its header is read
+    _infos     name -> TensorInfo, of the headers read so far
     """
 
     def __init__(self, path_or_url, cache=None, index_only=False):
@@ -1899,12 +2043,12 @@ class Checkpoint:
         self.files = files_of(self.place, cache)
         self.bytes_read, self.total_size, self._config, self._infos = 0, None, None, {}
         raw = self.files.whole(INDEX)
-        self._promised = {SINGLE: None} if raw is None else {}      # shard -> names it must hold
+        self._promised = {SINGLE: None} if raw is None else {}
         if raw is not None:
             self._read_index(parse_json(raw, INDEX))
         elif index_only:
             raise CheckpointError(f"{self.place}: there is no {INDEX}")
-        self._unread = {} if index_only else self._find_shards()    # shard -> length, 8 bytes
+        self._unread = {} if index_only else self._find_shards()
         if raw is None:
             self._load([SINGLE])
             self.shard_of = dict.fromkeys(self._infos, SINGLE)
@@ -1919,13 +2063,14 @@ class Checkpoint:
             raise CheckpointError(f"{INDEX}: total_size is {show(self.total_size)}")
         for name, shard in names.items():       # a shard's name holds no folder and no URL syntax
             if type(shard) is not str or not re.fullmatch(r"(?a)[\w-][\w.-]*\.safetensors", shard):
-                raise CheckpointError(f"{INDEX}: tensor {show(name)}: {show(shard)} is not a "
-                                      f".safetensors file of the same folder")
+                raise tensor_error(INDEX, name, f": {show(shard)} is not a .safetensors file of "
+                                   "the same folder")
             self._promised.setdefault(shard, set()).add(name)
         self._set_prefix(names, INDEX)
         self.shard_of = {self._full(name): shard for name, shard in names.items()}
 
     def _find_shards(self):
+        """_unread of all shards; refused if one is absent."""
         heads = self.files.heads(list(self._promised))
         absent = sorted(shard for shard, head in heads.items() if head is None)
         if absent == [SINGLE]:
@@ -1943,6 +2088,7 @@ class Checkpoint:
         self._prefix = "language_model." if bare else ""
 
     def _full(self, name):
+        """The released name of a stored one."""
         return self._prefix + name if name.startswith(("model.", "lm_head.")) else name
 
     def _check_packed(self):
@@ -1953,8 +2099,8 @@ class Checkpoint:
             stem, _, part = name.rpartition("_")
             other = f"{stem}_{'scale' if part == 'packed' else 'packed'}"
             if other not in self.shard_of or stem in self.shard_of:
-                raise CheckpointError(f"{shard}: tensor {show(name)}: wanted weight_packed and "
-                                      f"weight_scale together, or weight alone")
+                raise tensor_error(shard, name, ": wanted weight_packed and weight_scale together, "
+                                   "or weight alone")
 
     def _load(self, shards):
         """Read the headers of these shards, side by side, and hold them against the index."""
@@ -1966,13 +2112,14 @@ class Checkpoint:
                 self._set_prefix(infos, shard)
             elif infos.keys() != promised:
                 name = min(infos.keys() ^ promised)
-                raise CheckpointError(f"{shard}: tensor {show(name)} is only in the "
-                                      f"{'header' if name in infos else 'index'}")
+                place = "header" if name in infos else "index"
+                raise tensor_error(shard, name, f" is only in the {place}")
             self._infos.update((self._full(name), info) for name, info in infos.items())
             del self._unread[shard]
 
     @property
     def config(self):
+        """config.json as a K3Config."""
         if self._config is None:
             raw = self.files.whole(CONFIG)
             if raw is None:
@@ -1996,6 +2143,7 @@ class Checkpoint:
         return self._infos
 
     def info(self, name):
+        """TensorInfo of a stored tensor; reads its shard's header if that was not read yet."""
         if name not in self.shard_of:
             raise CheckpointError(f"{self.place}: there is no tensor {show(name)}")
         if self.shard_of[name] in self._unread:
@@ -2023,7 +2171,7 @@ class Checkpoint:
         try:
             return mxfp4_decode(fetched[packed], fetched[scale], dtype or torch.float32)
         except ValueError as error:
-            raise CheckpointError(f"{self.info(packed).shard}: tensor {show(packed)}: {error}")
+            raise tensor_error(self.info(packed).shard, packed, f": {error}")
 
     def tensor(self, name, dtype=None):
         """One weight; a view of the mapped file where nothing has to be converted."""
@@ -2033,25 +2181,30 @@ class Checkpoint:
         """Rows `index` of a matrix as stored; over a network only these are read."""
         info = self.info(name)
         if len(info.shape) != 2 or not all(0 <= i < info.shape[0] for i in index):
-            raise CheckpointError(f"{info.shard}: tensor {show(name)} of shape {list(info.shape)} lacks rows asked for")
-        width = info.shape[1] * DTYPES[info.dtype].itemsize
-        spans = {i: (info.shard, info.span[0] + i * width, info.span[0] + (i + 1) * width) for i in index}   # each once
+            raise tensor_error(info.shard, name, f" of shape {list(info.shape)} lacks rows "
+                               "asked for")
+        dtype = DTYPES[info.dtype]
+        width, base = info.shape[1] * dtype.itemsize, info.span[0]
+        spans = {i: (base + i * width, base + (i + 1) * width) for i in index}         # each once
         self.bytes_read += width * len(spans)
-        rows = {i: as_tensor(buffer, name, info._replace(shape=info.shape[1:], span=spans[i][1:]))
-                for i, buffer in zip(spans, self.files.read(list(spans.values())))}
-        return torch.stack([rows[i] for i in index]) if rows else torch.empty(0, info.shape[1], dtype=DTYPES[info.dtype])
+        buffers = self.files.read([(info.shard, *span) for span in spans.values()])
+        rows = {i: as_tensor(buffer, name, info._replace(shape=info.shape[1:], span=spans[i]))
+                for i, buffer in zip(spans, buffers)}
+        if not rows:
+            return torch.empty(0, info.shape[1], dtype=dtype)
+        return torch.stack([rows[i] for i in index])
 
     def verify(self):
-        """What differs from what the config wants, a line each: names, shapes, dtypes, shards, total size.
+        """What differs from what the config wants, a line each; an empty list is good.
 
-        Reads headers only, or nothing but the index if it was opened so. An empty list is a good checkpoint.
+        Names, shapes, dtypes, shards and total size. Reads headers only, or nothing but the index
+        if it was opened so.
         """
         packed = any(name.endswith(".weight_packed") for name in self.shard_of)
-        wanted = {name: (shape, dtype, shard) for name, shape, dtype, shard, *_ in
-                  inventory(self.config, "mxfp4" if packed else "bf16")}
-        count = max(shard for *_, shard in wanted.values())
-        place = (lambda n: SINGLE) if set(self.shard_of.values()) == {SINGLE} else (lambda n: SHARD.format(n, count))
-        wanted = {name: (shape, dtype, place(shard)) for name, (shape, dtype, shard) in wanted.items()}
+        items = list(inventory(self.config, "mxfp4" if packed else "bf16"))
+        count, one_file = max(item[3] for item in items), set(self.shard_of.values()) == {SINGLE}
+        wanted = {name: (shape, dtype, SINGLE if one_file else SHARD.format(shard, count))
+                  for name, shape, dtype, shard, *_ in items}
         return compare_inventory(wanted, self, index_only=not self._infos and not self._unread)
 
 
@@ -2087,8 +2240,7 @@ def group_findings(lines):
     groups = {}
     for line in lines:
         groups.setdefault(re.sub(r"\d+", "#", line), []).append(line)
-    return [group[0] + f" (and {len(group) - 1:,} alike)" * (len(group) > 1)
-            for group in groups.values()]
+    return [first + f" (and {len(more):,} alike)" * bool(more) for first, *more in groups.values()]
 
 
 @contextmanager
@@ -2116,7 +2268,7 @@ def write_safetensors(path, tensors):
     for name in order:
         dtype, shape, start = tensors[name].dtype, list(tensors[name].shape), at
         if dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{path}: tensor {show(name)}: {dtype} cannot be stored")
+            raise tensor_error(path, name, f": {dtype} cannot be stored")
         at += math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [start, at]}
     raw = json.dumps(header, separators=(",", ":")).encode()
@@ -2138,8 +2290,10 @@ def write_checkpoint(folder, shards, config, files=None):
     starts by undoing the first. Returns the bytes of all tensors.
     Refused: a folder that holds anything but a checkpoint, for it would be lost.
     """
-    if odd := [name for name in files or () if os.path.basename(name) != name or name in ("", ".", "..", CONFIG, INDEX)]:
-        raise CheckpointError(f"{folder}: {show(odd[0])} is not the name of a further file of this folder")
+    for name in files or ():
+        if os.path.basename(name) != name or name in ("", ".", "..", CONFIG, INDEX):
+            raise CheckpointError(f"{folder}: {show(name)} is not the name of a further file of "
+                                  "this folder")
     folder = os.path.realpath(folder)
     files = {CONFIG: json.dumps(config, indent=2).encode(), **(files or {})}
     new, old = folder + ".partial", folder + ".old"
@@ -2162,10 +2316,11 @@ def write_checkpoint(folder, shards, config, files=None):
 
 
 def write_files(folder, shards, files):
+    """The shards, then the other files and the index; returns the bytes of all tensors."""
     weight_map, total, count = {}, 0, 0
     for count, tensors in enumerate(shards, 1):
         if twice := weight_map.keys() & tensors.keys():
-            raise CheckpointError(f"{folder}: tensor {show(min(twice))} is in two shards")
+            raise tensor_error(folder, min(twice), " is in two shards")
         weight_map.update(dict.fromkeys(tensors, count))
         total += sum(tensor.nbytes for tensor in tensors.values())
         write_safetensors(os.path.join(folder, SHARD.format(count, 0)), tensors)
@@ -2183,24 +2338,25 @@ def refuse_strangers(folder, files):
     """A folder is replaced only if it holds nothing but what a checkpoint consists of."""
     for name in os.listdir(folder) if os.path.exists(folder) else []:
         plain = re.sub(r"\.\d+-\d+\.tmp$", "", name)           # what a killed save left
-        if plain not in (INDEX, *TOKENIZER, *files) and not re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors",
-                                                             plain):
+        shard = re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", plain)
+        if not shard and plain not in (INDEX, *TOKENIZER, *files):
             raise CheckpointError(f"{folder}: not replaced, since it also holds {show(name)}")
 
-# ---- The released layout ---------------------------------------------------------------------------------------------
+# ---- The released layout -------------------------------------------------------------------------
 
 STORED_F32 = ("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "e_score_correction_bias")
-HELD_F32 = (*STORED_F32, "block_sparse_moe.gate.weight")        # what Module.fp32 names, as load_model sees it
+HELD_F32 = (*STORED_F32, "block_sparse_moe.gate.weight")       # what Module.fp32 names
 
 
 def inventory(config, experts="mxfp4"):
-    """Every tensor of a checkpoint in the released layout, from the config alone, as a generator of
+    """Every tensor of a checkpoint in the released layout, from the config alone: a generator of
 
         name, shape, dtype, shard, source, e
 
-    source is the state_dict entry it comes from, e the expert within it or None. Shard i + 1 holds layer i whole,
-    then come one with the embedding, the head and the final norms, the projector's and the vision tower's.
-    experts "mxfp4" packs routed experts, "bf16" stores them like the rest, in the config's dtype.
+    source is the state_dict entry it comes from, e the expert within it or None. Shard i + 1 holds
+    layer i whole, then come one with the embedding, the head and the final norms, the projector's
+    and the vision tower's. experts "mxfp4" packs routed experts, "bf16" stores them like the rest,
+    in the config's dtype.
     """
     dtype = {"bfloat16": "BF16", "float32": "F32"}[config.dtype]
     with torch.device("meta"):
@@ -2210,13 +2366,16 @@ def inventory(config, experts="mxfp4"):
         layer = re.match(r"language_model\.model\.layers\.(\d+)\.", source)
         shard = (int(layer[1]) + 1 if layer else n + 2 if source.startswith("mm_projector") else
                  n + 3 if source.startswith("vision_tower") else n + 1)
-        shape = (max(128, len(t)),) if source.endswith("A_log") else tuple(t.shape)        # zeros fill it up
+        shape = tuple(t.shape)
         prefix, dot, w = source.rpartition(".experts.")
         if not dot:
-            yield source, shape, "F32" if source.endswith(STORED_F32) else dtype, shard, source, None
+            if source.endswith("A_log"):
+                shape = (max(128, len(t)),)            # zeros fill it up
+            stored = "F32" if source.endswith(STORED_F32) else dtype
+            yield source, shape, stored, shard, source, None
             continue
         for e in range(shape[0]):
-            name, (out, width) = f"{prefix}.experts.{e}.{w}.weight", shape[1:]
+            name, (out, width) = expert_name(prefix, e, w), shape[1:]
             if experts == "mxfp4":
                 yield f"{name}_packed", (out, width // 2), "U8", shard, source, e
                 yield f"{name}_scale", (out, width // 32), "U8", shard, source, e
@@ -2224,11 +2383,16 @@ def inventory(config, experts="mxfp4"):
                 yield name, (out, width), dtype, shard, source, e
 
 
-def load_model(path, dtype=torch.float32, device="cpu"):
-    """The model of a checkpoint (folder, URL or Checkpoint) with all weights in memory, in eval mode.
+def expert_name(prefix, e, w):
+    """The stored name of matrix w (w1, w2 or w3) of expert e."""
+    return f"{prefix}.experts.{e}.{w}.weight"
 
-    dtype is the weights'; those that must be fp32 stay so. Strict: a tensor that is missing, left over or of another
-    shape raises CheckpointError with its name.
+
+def load_model(path, dtype=torch.float32, device="cpu"):
+    """The model of a checkpoint (folder, URL or Checkpoint), all weights in memory, in eval mode.
+
+    dtype is the weights'; those that must be fp32 stay so. Strict: a tensor that is missing, left
+    over or of another shape raises CheckpointError with its name.
     """
     if not dtype.is_floating_point:
         raise ValueError(f"{dtype} cannot hold weights")
@@ -2236,15 +2400,20 @@ def load_model(path, dtype=torch.float32, device="cpu"):
     with torch.device("meta"):
         model = K3(checkpoint.config)
     read = Reader(checkpoint, dtype, device)
-    model.load_state_dict({name: read(name, t.shape) for name, t in model.state_dict().items()}, assign=True)
+    weights = {name: read(name, t.shape) for name, t in model.state_dict().items()}
+    model.load_state_dict(weights, assign=True)
     if left := sorted(checkpoint.shard_of.keys() - read.used):
-        raise CheckpointError(f"{checkpoint.place}: {len(left)} tensors that the config does not call for, "
-                              f"the first {show(left[0])} in {checkpoint.shard_of[left[0]]}")
+        raise CheckpointError(f"{checkpoint.place}: {len(left)} tensors that the config does not "
+                              f"call for, the first {show(left[0])} in "
+                              f"{checkpoint.shard_of[left[0]]}")
     return model.eval()
 
 
 class Reader:
-    """state_dict entries out of a checkpoint: read(name, shape) -> tensor; `used` keeps the stored names."""
+    """state_dict entries out of a checkpoint: read(name, shape) -> tensor.
+
+    dtype None keeps the stored ones. `used` keeps the stored names that were read.
+    """
 
     def __init__(self, checkpoint, dtype, device):
         self.checkpoint, self.dtype, self.device, self.used = checkpoint, dtype, device, set()
@@ -2255,115 +2424,133 @@ class Reader:
             dtype = torch.promote_types(dtype, torch.float32)
         prefix, dot, w = name.rpartition(".experts.")
         if not dot:
-            return self.one(name, tuple(shape), dtype).to(self.device)
+            return self.one(name, shape, dtype).to(self.device)
         stack = None
         for e in range(shape[0]):
-            t = self.one(f"{prefix}.experts.{e}.{w}.weight", tuple(shape[1:]), dtype)
-            if stack is None:                            # only now is the size known to be true
-                self.checkpoint.info(self.checkpoint.stored(f"{prefix}.experts.{shape[0] - 1}.{w}.weight")[0])
+            t = self.one(expert_name(prefix, e, w), shape[1:], dtype)
+            if stack is None:                          # only now is the size known to be true
+                last = expert_name(prefix, shape[0] - 1, w)
+                self.checkpoint.info(self.checkpoint.stored(last)[0])
                 stack = torch.empty(*shape, dtype=t.dtype, device=self.device)
             stack[e] = t
         return stack
 
-    def one(self, name, shape, dtype):
-        self.used.update(self.checkpoint.stored(name))
+    def one(self, name, shape, dtype, fetched=None):
+        """One stored weight, out of `fetched` if it is there already."""
         stored = self.checkpoint.stored(name)
         info = self.checkpoint.info(stored[0])
+        self.used.update(stored)
         if len(stored) == 1 and not DTYPES[info.dtype].is_floating_point:
-            raise CheckpointError(f"{info.shard}: tensor {show(name)} is {info.dtype}, a weight is floating point")
-        t = self.checkpoint.tensor(name, dtype)
+            raise tensor_error(info.shard, name, f" is {info.dtype}, a weight is floating point")
+        fetched = self.checkpoint.fetch(stored) if fetched is None else fetched
+        t = self.checkpoint.unpack(fetched, name, dtype)
         if name.endswith("conv1d.weight") and t.dim() == 2:
-            t = t.unsqueeze(1)                           # [C, W] is stored by some
+            t = t.unsqueeze(1)                         # [C, W] is stored by some
         if name.endswith("A_log") and t.dim() == 1 and len(t) > shape[0] and not t[shape[0]:].any():
-            t = t[:shape[0]]                             # 96 heads, then zeros up to 128
-        if t.shape != shape:
-            raise CheckpointError(f"{info.shard}: tensor {show(stored[0])} gives {list(t.shape)}, "
-                                  f"the config wants {list(shape)}" + " and zeros" * name.endswith("A_log"))
+            t = t[:shape[0]]                           # 96 heads, then zeros up to 128
+        self.fits(stored[0], t.shape, shape)
         return t
+
+    def fits(self, stored, found, wanted):
+        """CheckpointError unless the weight has the shape that the config wants."""
+        if found != wanted:
+            shard, zeros = self.checkpoint.shard_of[stored], " and zeros" * stored.endswith("A_log")
+            raise tensor_error(shard, stored, f" gives {list(found)}, the config wants "
+                               f"{list(wanted)}{zeros}")
 
 
 def save_checkpoint(model, folder, experts="mxfp4", files=None):
-    """Write the model in the released layout: shards, index and config.json, in the dtypes of `inventory`.
+    """Write the model in the released layout: shards, index, config.json; dtypes of `inventory`.
 
-    experts  "mxfp4": routed experts rounded to MXFP4 (loaded ones come out as they were); "bf16": kept as BF16
+    experts  "mxfp4": routed experts rounded to MXFP4 (loaded ones come out as they were);
+             "bf16": kept as BF16
     files    further name -> bytes to put beside them, such as the tokenizer's
-    The folder's old checkpoint is replaced only when the new one is whole. Raises CheckpointError if it cannot be
-    written, ValueError for weights MXFP4 cannot hold.
+    The folder's old checkpoint is replaced only when the new one is whole. Raises CheckpointError
+    if it cannot be written, ValueError for weights MXFP4 cannot hold.
     """
     if experts not in ("mxfp4", "bf16"):
         raise ValueError(f"experts {experts!r}: there are mxfp4 and bf16")
     entries, config = model.state_dict(), dataclasses.replace(model.config, dtype="bfloat16")
 
     def shards():
-        for _, group in groupby(sorted(inventory(config, experts), key=lambda item: item[3]), lambda item: item[3]):
+        by_shard = lambda item: item[3]
+        for _, group in groupby(sorted(inventory(config, experts), key=by_shard), by_shard):
             tensors = {}
             for name, shape, dtype, _, source, e in group:
-                if name.endswith("_scale"):
-                    continue                             # written with its codes
                 t = entries[source] if e is None else entries[source][e]
                 if name.endswith("_packed"):
                     tensors[name], tensors[name[:-6] + "scale"] = mxfp4_encode(t)
-                else:
-                    t = F.pad(t, (0, shape[0] - len(t))) if name.endswith("A_log") else t
+                elif not name.endswith("_scale"):      # written with its codes
+                    if name.endswith("A_log"):
+                        t = F.pad(t, (0, shape[0] - len(t)))
                     tensors[name] = t.to(DTYPES[dtype])
             yield tensors
     file = config.to_json()
     if experts == "mxfp4":
-        file["text_config"]["quantization_config"] = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+        file["text_config"]["quantization_config"] = {
+            "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
     write_checkpoint(folder, shards(), file, files)
 
-# ---- One layer at a time ---------------------------------------------------------------------------------------------
+# ---- One layer at a time -------------------------------------------------------------------------
 
 
 class StoredExperts(nn.Module):
-    """Routed experts left in the checkpoint: only those that some token chose are read."""
+    """Routed experts left in the checkpoint: only those that some token chose are read.
+
+    They are fetched as stored, all at once (over a network, side by side), and decoded one matrix
+    at a time, when experts_loop asks for it.
+    """
 
     def __init__(self, checkpoint, prefix, experts):
         super().__init__()
         self.checkpoint, self.prefix, self.act, self.touched = checkpoint, prefix, experts.act, 0
-        self.shapes = {w: getattr(experts, w).shape[1:] for w in ("w1", "w2", "w3")}
+        self.shapes = {w: getattr(experts, w).shape[1:] for w in ("w1", "w3", "w2")}
 
     def forward(self, x, experts, weights):
-        names = {(e, w): f"{self.prefix}.{e}.{w}.weight" for e in experts.unique().tolist() for w in ("w1", "w2", "w3")}
-        self.touched = len(names) // 3
-        fetched = self.checkpoint.fetch([part for name in names.values() for part in self.checkpoint.stored(name)])
+        chosen = experts.unique().tolist()
+        self.touched = len(chosen)
+        names = [expert_name(self.prefix, e, w) for e in chosen for w in self.shapes]
+        stored = [part for name in names for part in self.checkpoint.stored(name)]
+        fetched, read = self.checkpoint.fetch(stored), Reader(self.checkpoint, x.dtype, x.device)
 
-        class Decoded:                                   # one expert's matrix at a time
-            def __init__(self, w):
-                self.w = w
+        def matrices(w):
+            return Lazy(lambda e: read.one(expert_name(self.prefix, e, w), self.shapes[w], x.dtype,
+                                           fetched).to(x.device))
+        return experts_loop(x, experts, weights, *map(matrices, self.shapes), self.act)
 
-            def __getitem__(_, e):
-                w, shape = self.checkpoint.unpack(fetched, names[e, _.w], x.dtype), self.shapes[_.w]
-                if w.shape != shape:
-                    stored = self.checkpoint.stored(names[e, _.w])[0]
-                    raise CheckpointError(f"{self.checkpoint.shard_of[stored]}: tensor {show(stored)} gives {list(w.shape)}, "
-                                          f"the config wants {list(shape)}")
-                return w.to(x.device)
-        return experts_loop(x, experts, weights, *(Decoded(w) for w in ("w1", "w3", "w2")), self.act)
+
+class Lazy:
+    """Something indexable whose items are made when asked for."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __getitem__(self, i):
+        return self.make(i)
 
 
 class StreamedK3(K3):
-    """K3 whose weights stay in the checkpoint: a layer's are read just before it runs and dropped just after.
+    """K3 whose weights stay in the checkpoint: a layer's are read as it runs, then dropped.
 
-    Weights keep their stored dtype, as views of the mapped files, and rise to the activations' dtype one matrix at a
+    The modules stay on the meta device; a layer that runs is a copy, filled. Weights keep their
+    stored dtype, as views of the mapped files, and rise to the activations' dtype one matrix at a
     time. Of the embedding only the rows asked for are read, of the routed experts only the chosen.
+    Raises CheckpointError, before anything runs, for a tensor too many or too few.
     """
-    device = None                                        # set below: K3 would look at a weight
+    device = None                                      # K3's property would look at a weight
 
     def __init__(self, checkpoint, dtype=torch.float32, device="cpu"):
         with torch.device("meta"):
             super().__init__(checkpoint.config)
         self.checkpoint, self.compute_dtype, self.device = checkpoint, dtype, torch.device(device)
+        self.read = Reader(checkpoint, None, self.device)
         wanted = {name for name in self.state_dict() if ".experts." not in name}
         if odd := wanted ^ {name for name in checkpoint.shard_of if ".experts." not in name}:
-            name = min(odd)
-            raise CheckpointError(f"{checkpoint.place}: the config does not call for tensor {show(name)}" if name not in wanted else
-                                  f"{checkpoint.place}: there is no tensor {show(name)}")
+            problem = "there is no" if min(odd) in wanted else "the config does not call for"
+            raise CheckpointError(f"{checkpoint.place}: {problem} tensor {show(min(odd))}")
         for name in ("model.embed_tokens", "lm_head"):
-            info, shape = checkpoint.info(f"language_model.{name}.weight"), (self.config.vocab_size, self.config.hidden_size)
-            if info.shape != shape:
-                raise CheckpointError(f"{info.shard}: tensor language_model.{name}.weight is {list(info.shape)}, "
-                                      f"the config wants {list(shape)}")
+            name, c = f"language_model.{name}.weight", self.config
+            self.read.fits(name, checkpoint.info(name).shape, (c.vocab_size, c.hidden_size))
         text = self.language_model.model
         for name in ("norm", "output_attn_res_norm", "output_attn_res_proj"):
             if hasattr(text, name):
@@ -2372,56 +2559,63 @@ class StreamedK3(K3):
 
     def fill(self, module, prefix):
         """Give a meta module its stored weights, except routed experts."""
-        read = Reader(self.checkpoint, None, self.device)
-        if hasattr(module, "block_sparse_moe"):
-            module.block_sparse_moe.experts = StoredExperts(self.checkpoint, f"{prefix}.block_sparse_moe.experts",
-                                                            module.block_sparse_moe.experts)
-        module.load_state_dict({name: read(f"{prefix}.{name}", t.shape) for name, t in module.state_dict().items()}, assign=True)
+        if moe := getattr(module, "block_sparse_moe", None):
+            moe.experts = StoredExperts(self.checkpoint, f"{prefix}.block_sparse_moe", moe.experts)
+        weights = {name: self.read(f"{prefix}.{name}", t.shape)
+                   for name, t in module.state_dict().items()}
+        module.load_state_dict(weights, assign=True)
         return module.eval()
 
     def layer(self, i):
-        return self.fill(copy.deepcopy(self.language_model.model.layers[i]), f"language_model.model.layers.{i}")
+        layer = copy.deepcopy(self.language_model.model.layers[i])
+        return self.fill(layer, f"language_model.model.layers.{i}")
 
     def embed_tokens(self, ids):
-        rows = self.checkpoint.rows("language_model.model.embed_tokens.weight", ids.flatten().tolist())
+        name = "language_model.model.embed_tokens.weight"
+        rows = self.checkpoint.rows(name, ids.flatten().tolist())
         return rows.to(self.device).unflatten(0, ids.shape)
 
     def head(self, h):
         """In slices of the vocabulary: the whole matrix in fp32 would be 4.7 GB."""
-        name, V = "language_model.lm_head.weight", self.config.vocab_size
-        slices = [self.checkpoint.rows(name, range(a, min(a + 16384, V))) for a in range(0, V, 16384)]
+        name, V, step = "language_model.lm_head.weight", self.config.vocab_size, 16384
+        slices = (self.checkpoint.rows(name, range(a, min(a + step, V))) for a in range(0, V, step))
         return torch.cat([F.linear(h, w.to(h.device, h.dtype)) for w in slices], -1)
 
     def encode_media(self, *args):
-        held = self.vision_tower, self.mm_projector
-        self.vision_tower, self.mm_projector = (self.fill(copy.deepcopy(m), name) for m, name in
-                                                zip(held, ("vision_tower", "mm_projector")))
+        held = {name: module for name, module in self.named_children() if name != "language_model"}
+        for name, module in held.items():
+            setattr(self, name, self.fill(copy.deepcopy(module), name))
         media = super().encode_media(*args)
-        self.vision_tower, self.mm_projector = held
+        for name, module in held.items():
+            setattr(self, name, module)
         return media
 
-def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float32, device="cpu", start=None,
-          forced=None, pixel_values=None, grid_thws=None, kernel="plain", watch=lambda *_: None):
-    """The forward pass, one layer in memory at a time: any layer of the real model on a small machine.
+
+def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float32, device="cpu",
+          start=None, forced=None, pixel_values=None, grid_thws=None, kernel="plain",
+          watch=lambda *_: None):
+    """The forward pass, one layer in memory at a time: the real model on a small machine.
 
     checkpoint  a Checkpoint, folder or URL
     input_ids   [B, T], or a list of ids; not looked at where A > 0
     layers      (A, B): layers A to B - 1 only; None: all, and the logits
-    start       tensors that an earlier trace recorded, needed for A > 0: `layers.{A-1}.prefix_sum` and what the
-                blocks stored before A were (`embed`, `layers.{j S - 1}.prefix_sum`)
-    forced      tensors with `layers.i.topk_idx`: expert ids to use, so that a flipped near-tie is not an error
+    start       tensors that an earlier trace recorded, needed for A > 0: `layers.{A-1}.prefix_sum`
+                and the blocks stored before A (`embed`, `layers.{j S - 1}.prefix_sum`)
+    forced      tensors with `layers.i.topk_idx`: expert ids to use, so that a flipped near-tie is
+                not an error
     record      a dict to fill, as in K3.forward
-    watch       called as watch(i, note, line) after each layer i (None before the first and after the last): its
-                tensors by their short names, and a line that says what it was and cost
+    watch       called as watch(i, note, line) after each layer i (None before the first and after
+                the last): its tensors by their short names, and a line on what it was and cost
     Returns the logits [B, T, V], or the running sum [B, T, D] where B stops before the last layer.
+    Raises ValueError for layers that are not there, and for tensors that do not fit.
     """
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-    model = StreamedK3(checkpoint, dtype, device)
-    n = checkpoint.config.num_hidden_layers
+    model, config = StreamedK3(checkpoint, dtype, device), checkpoint.config
+    n = config.num_hidden_layers
     A, B = (0, n) if layers is None else layers
     if not 0 <= A < B <= n:
         raise ValueError(f"layers {A}:{B}: the model has layers 0 to {n - 1}")
-    model.kernel, record = kernel, {} if record is None else record
+    model.kernel, forced, record = kernel, forced or {}, {} if record is None else record
     with torch.no_grad():
         if A == 0:
             ids = torch.as_tensor(input_ids, device=device)
@@ -2430,68 +2624,82 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
             s, _ = model.embed(ids, pixel_values, grid_thws, record)
             record["embed"], blocks = s, []
         else:
-            known = resume(start or {}, A, checkpoint.config)
+            known = resume(start or {}, A, config)
             record.update(known)
             *blocks, s = (x.to(device, dtype) for x in known.values())
-        check_forced(forced or {}, s.shape[:2], checkpoint.config)
+        check_forced(forced, s.shape[:2], config)
         if A == 0:
             watch(None, {"embed": s}, "")
         for i in range(A, B):
             began, read, before, note = time.time(), checkpoint.bytes_read, [*blocks, s], {}
             layer = model.layer(i)
-            s, blocks = layer(s, blocks, None, None, note, (forced or {}).get(f"layers.{i}.topk_idx"))
+            s, blocks = layer(s, blocks, note=note, forced=forced.get(f"layers.{i}.topk_idx"))
             note = {name: note[name] for name in (*RECORDED, "gap") if name in note}
-            record.update({f"layers.{i}.{name}": x for name, x in note.items() if name in RECORDED})
-            watch(i, note, layer_line(i, layer, before, blocks, note, checkpoint.bytes_read - read, time.time() - began))
+            record_layer(record, i, note)
+            read, seconds = checkpoint.bytes_read - read, time.time() - began
+            watch(i, note, layer_line(i, layer, before, blocks, note, read, seconds))
         if B < n:
             return s
         text = model.language_model.model
-        note = {"final_mixed": text.output_mix(blocks, s)}
-        note["final_normed"] = text.norm(note["final_mixed"])
-        note["logits"] = f32(model.head(note["final_normed"]))
+        mixed = text.output_mix(blocks, s)
+        h = text.norm(mixed)
+        note = {"final_mixed": mixed, "final_normed": h, "logits": f32(model.head(h))}
         record.update(note)
         watch(None, note, "")
     return note["logits"]
 
 
 def layer_line(i, layer, before, blocks, note, size, seconds):
-    """Kind, bytes read, seconds, RMS of the running sum, experts touched, mean AttnRes weights of both mixes."""
+    """Kind, bytes read, seconds, RMS of the running sum, experts touched, mean AttnRes weights.
+
+    before: the sources that the layer started from; blocks: those stored after it.
+    """
     moe = getattr(layer, "block_sparse_moe", None)
     kind = f"{type(layer.self_attn).__name__}+{'dense' if moe is None else 'MoE'}"
-    line = f"layer {i:2d} {kind:9s} {size / 1e6:9,.1f} MB {seconds:6.2f} s  rms {f32(note['prefix_sum']).square().mean().sqrt():.3g}"
+    rms = f32(note["prefix_sum"]).square().mean().sqrt()
+    line = f"layer {i:2d} {kind:9s} {size / 1e6:9,.1f} MB {seconds:6.2f} s  rms {rms:.3g}"
     line += "" if moe is None else f"  experts {moe.experts.touched}/{moe.gate.weight.shape[0]}"
     if layer.attn_res:
         after = note["attn_out"] if layer.starts_block else before[-1] + note["attn_out"]
         mixes = [(before, "self_attention")] if len(before) > 1 else []
         for sources, name in (*mixes, ([*blocks, after], "mlp")):
             proj, norm = getattr(layer, f"{name}_res_proj"), getattr(layer, f"{name}_res_norm")
-            p = attn_res_scores(f32(torch.stack(sources, -2)), proj.weight[0], norm.weight, norm.eps).softmax(-1)
+            sources = f32(torch.stack(sources, -2))
+            p = attn_res_scores(sources, proj.weight[0], norm.weight, norm.eps).softmax(-1)
             line += "  mix " + " ".join(f"{x:.2f}" for x in p.flatten(0, -2).mean(0).tolist())
     return line
 
 
 def resume(tensors, A, config):
-    """The blocks stored before layer A, then the running sum, out of recorded tensors: name -> [B, T, D]."""
+    """Recorded tensors, name -> [B, T, D]: the blocks stored before layer A, then the running sum.
+
+    Every S-th layer stores the sum it finds: the embedding, or what the layer before it left.
+    Raises ValueError for one that is missing or of another shape than the first.
+    """
     S, known = config.attn_res_block_size, {}
     for i in [*(range(0, A, S) if S else ()), A]:
         name = "embed" if i == 0 else f"layers.{i - 1}.prefix_sum"
         if name not in tensors:
-            raise ValueError(f"layers from {A} on need {name}, which the file they start from does not hold")
+            raise ValueError(f"layers from {A} on need {name}, "
+                             "which the file they start from does not hold")
         x = known[name] = tensors[name]
-        first = next(iter(known.values()))
-        if x.dim() != 3 or x.shape != first.shape or x.shape[-1] != config.hidden_size or not x.is_floating_point():
-            raise ValueError(f"{name} is {x.dtype} {list(x.shape)}, expected floats [B, T, {config.hidden_size}]")
+        shape, D = next(iter(known.values())).shape, config.hidden_size
+        if x.dim() != 3 or x.shape != shape or x.shape[-1] != D or not x.is_floating_point():
+            raise ValueError(f"{name} is {x.dtype} {list(x.shape)}, expected floats [B, T, {D}]")
     return known
 
 
 def check_forced(tensors, shape, config):
+    """ValueError unless each topk_idx is [*shape, k] of different experts for each token."""
+    want, n = [*shape, config.num_experts_per_token], config.num_experts or 0
     for name, idx in tensors.items():
         if name.endswith(".topk_idx"):
-            want = [*shape, config.num_experts_per_token]
-            if idx.dtype != torch.int64 or list(idx.shape) != want or idx.numel() and not (
-                    0 <= idx.min() <= idx.max() < (config.num_experts or 0) and (idx.sort(-1).values.diff() > 0).all()):
-                raise ValueError(f"{name} to force is {idx.dtype} {list(idx.shape)}, expected int64 {want}, different "
-                                 f"experts below {config.num_experts} for each token")
+            good = idx.dtype == torch.int64 and list(idx.shape) == want
+            if good and idx.numel():
+                good = 0 <= idx.min() and idx.max() < n and (idx.sort(-1).values.diff() > 0).all()
+            if not good:
+                raise ValueError(f"{name} to force is {idx.dtype} {list(idx.shape)}, expected "
+                                 f"int64 {want}, different experts below {n} for each token")
 
 # ---- Text: tokenizer and chat framing ------------------------------------------------------------
 
@@ -2575,25 +2783,28 @@ def read_ranks(raw, count, where):
                 raise ValueError
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError:
-            raise CheckpointError(f"{where}: line {number} is not a base64 token and its rank") from None
-    if not len(lines) == len(ranks) == count or set(ranks.values()) != set(range(count)):
-        raise CheckpointError(f"{where}: expected ranks 0 to {count - 1}, each once, found {len(lines)} "
-                              f"lines of {len(ranks)} tokens and {len(set(ranks.values()))} ranks")
+            raise CheckpointError(f"{where}: line {number} is not a base64 token "
+                                  "and its rank") from None
+    found = set(ranks.values())
+    if not len(lines) == len(ranks) == count or found != set(range(count)):
+        raise CheckpointError(f"{where}: expected ranks 0 to {count - 1}, each once, found "
+                              f"{len(lines)} lines of {len(ranks)} tokens and {len(found)} ranks")
     if not all(bytes([b]) in ranks for b in range(256)):
         raise CheckpointError(f"{where}: some single bytes have no rank, so not every text has ids")
     return ranks
 
 
 def load_tokenizer(place):
-    """The tokenizer of a checkpoint (folder, URL or Checkpoint): its tiktoken.model and tokenizer_config.json.
+    """The tokenizer of a checkpoint (folder, URL or Checkpoint), out of its TOKENIZER files.
 
     The lowest special id says how many ranks there must be. Raises CheckpointError, naming the
-    file, if they are not exactly that many, or a special id or name is out of place."""
-    files = place.files if isinstance(place, Checkpoint) else files_of(place)
+    file, if they are not exactly that many, or a special id or name is out of place.
+    """
+    files, where = ((place.files, place.place) if isinstance(place, Checkpoint) else
+                    (files_of(place), place))
     raw, path = [files.whole(name) for name in TOKENIZER], TOKENIZER[1]
     if None in raw:
-        raise CheckpointError(f"{place.place if isinstance(place, Checkpoint) else place}: there is no "
-                              f"{TOKENIZER[raw.index(None)]}")
+        raise CheckpointError(f"{where}: there is no {TOKENIZER[raw.index(None)]}")
     try:
         table = parse_json(raw[1], path)["added_tokens_decoder"]
         names = {int(i): entry["content"] for i, entry in table.items()}
@@ -2610,13 +2821,15 @@ def load_tokenizer(place):
 
 
 def byte_tokenizer(names=CONTROL):
-    """The two files of a tokenizer with bytes as ids 0 to 255, then names as control ids: name -> bytes."""
+    """TOKENIZER files, name -> bytes, for bytes as ids 0 to 255, then names as control ids."""
     table = {str(i): {"content": name, "special": True} for i, name in enumerate(names, 256)}
     ranks = "".join(f"{base64.b64encode(bytes([b])).decode()} {b}\n" for b in range(256))
-    return dict(zip(TOKENIZER, (ranks.encode(), json.dumps({"added_tokens_decoder": table}, indent=1).encode())))
+    config = json.dumps({"added_tokens_decoder": table}, indent=1)
+    return dict(zip(TOKENIZER, (ranks.encode(), config.encode())))
 
 
 def save_byte_tokenizer(folder, names=CONTROL):
+    """Write byte_tokenizer's files."""
     os.makedirs(folder, exist_ok=True)
     for name, raw in byte_tokenizer(names).items():
         with replacing(os.path.join(folder, name)) as file:
@@ -2632,20 +2845,25 @@ def tag(tokenizer, kind, name, **attributes):
     return [tokenizer.control(kind), *body, tokenizer.control("<|sep|>")]
 
 
+def encode_parts(tokenizer, parts):
+    """Ids of texts and of images, each given by its (w, h), one after another."""
+    return [i for part in parts for i in (
+        tokenizer.encode(part) if isinstance(part, str) else
+        tokenizer.encode(image_prompt(*part), control=True))]
+
+
 def chat_prompt(tokenizer, messages, thinking=True):
     """Ids of a conversation up to where the answer begins, inside its think or response channel.
 
     messages  dicts of role and content, an assistant's also of reasoning_content (thinking only);
-              content is text, or a list of texts and of (w, h), each the size of an image"""
+              content is text, or a list of texts and of (w, h), each the size of an image
+    """
     def inside(name, ids, **attributes):
         start = tag(tokenizer, "<|open|>", name, **attributes)
         return start + ids + tag(tokenizer, "<|close|>", name)
 
     def content(parts):
-        parts = [parts] if isinstance(parts, str) else parts
-        return [i for part in parts for i in (
-            tokenizer.encode(part) if isinstance(part, str) else
-            tokenizer.encode(image_prompt(*part), control=True))]
+        return encode_parts(tokenizer, [parts] if isinstance(parts, str) else parts)
 
     ids = []
     for message in messages:
@@ -2662,30 +2880,34 @@ def chat_prompt(tokenizer, messages, thinking=True):
 def chat_reply(tokenizer, ids, thinking=True):
     """(channel, id) of the answer's text as ids come, without its tags, up to a stop id.
 
-    The first channel is the one that chat_prompt left open: no tag announces it."""
+    The first channel is the one that chat_prompt left open: no tag announces it.
+    """
     channel, edge, name = "think" if thinking else "response", None, []
-    tags = {tokenizer.control("<|open|>"), tokenizer.control("<|close|>")}
+    opening, closing, sep = map(tokenizer.control, ("<|open|>", "<|close|>", "<|sep|>"))
     for i in ids:
         if i in tokenizer.stop:
             return
-        if i in tags:
+        if i in (opening, closing):
             edge, name = i, []
         elif edge is None:
             if channel:
                 yield channel, i
-        elif i != tokenizer.control("<|sep|>"):
+        elif i != sep:
             name.append(i)
         else:
-            opened = edge == tokenizer.control("<|open|>")
-            channel, edge = tokenizer.decode(name) if opened else None, None
+            channel, edge = tokenizer.decode(name) if edge == opening else None, None
 
-# ---- Text out --------------------------------------------------------------------------------------------------------
+# ---- Text out ------------------------------------------------------------------------------------
 
 
 def sample(logits, temperature, top_p, generator):
-    """One id from logits [V]; temperature 0 takes the largest; top_p keeps the fewest ids that reach it together."""
+    """One id from logits [V]; top_p keeps the fewest ids that together reach it.
+
+    temperature 0 takes the largest. Raises ValueError for logits that are not finite.
+    """
     if not logits.isfinite().all():
-        raise ValueError("the logits are not finite: the weights are damaged, or the dtype too narrow")
+        raise ValueError("the logits are not finite: the weights are damaged, "
+                         "or the dtype too narrow")
     if temperature == 0:
         return int(logits.argmax())
     p, order = (logits.double() / temperature).softmax(-1).sort(descending=True)
@@ -2694,17 +2916,19 @@ def sample(logits, temperature, top_p, generator):
 
 
 class DecodeGraph:
-    """One decoding step as a CUDA graph: step(ids [B, 1]) -> logits [B, 1, V], one replay a token.
+    """One decoding step as a CUDA graph: step(ids [B, 1]) -> logits [B, 1, V].
 
-    state must have a capacity. Every step works on a copy of it and stores the copy's tensors back, so that the graph
-    always reads and writes the same memory."""
+    state must have a capacity. Every step works on a copy of it and stores the copy's tensors back,
+    so that the graph always reads and writes the same memory.
+    """
 
     def __init__(self, model, state):
-        self.state, self.ids = state, torch.zeros(state.batch, 1, dtype=torch.int64, device=model.device)
+        self.state = state
+        self.ids = torch.zeros(state.batch, 1, dtype=torch.int64, device=model.device)
         before, stream = [t.clone() for t in state.tensors()], torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self.run(model)                            # libraries set themselves up here, which a capture forbids
+            self.run(model)                            # libraries set themselves up
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
@@ -2731,13 +2955,18 @@ class DecodeGraph:
 
 @torch.no_grad()
 def generate_ids(model, ids, max_new_tokens, temperature=0.0, top_p=1.0, seed=0, stop=(), **media):
-    """Continue ids one at a time until one is in `stop` (it is not given out) or max_new_tokens are reached."""
+    """Continue ids one at a time, up to one in `stop` (not given out) or max_new_tokens.
+
+    Raises ValueError for an empty prompt and for settings out of range.
+    """
     if not ids:
         raise ValueError("the prompt is empty: there is nothing to continue")
     if not (temperature == 0 or 1e-6 <= temperature < math.inf) or not 0 < top_p <= 1:
-        raise ValueError(f"temperature {temperature} and top-p {top_p}: expected 0 or from 1e-6 on, and more than 0 up to 1")
+        raise ValueError(f"temperature {temperature} and top-p {top_p}: expected 0 or from 1e-6 "
+                         "on, and more than 0 up to 1")
     if max_new_tokens < 0 or not 0 <= seed < 2 ** 63:
-        raise ValueError(f"max-new-tokens {max_new_tokens} and seed {seed}: expected at least 0, and below 2^63")
+        raise ValueError(f"max-new-tokens {max_new_tokens} and seed {seed}: expected at least 0, "
+                         "and below 2^63")
     generator = torch.Generator().manual_seed(seed)
     graph = model.device.type == "cuda" and not isinstance(model, StreamedK3)
     media_tokens = sum(int(torch.as_tensor(g).prod()) for g in media.get("grid_thws", ()))
@@ -2754,17 +2983,19 @@ def generate_ids(model, ids, max_new_tokens, temperature=0.0, top_p=1.0, seed=0,
             logits = step(torch.tensor([[new]], device=model.device))
 
 
-def generate(model, tokenizer, prompt, max_new_tokens=256, temperature=0.0, top_p=1.0, seed=0, **media):
-    """Text that continues `prompt` (text, or ids, as of chat_prompt), in pieces of whole characters as they come.
+def generate(model, tokenizer, prompt, max_new_tokens=256, temperature=0.0, top_p=1.0, seed=0,
+             **media):
+    """Text that continues `prompt` (text, or chat_prompt's ids), in whole characters as it comes.
 
-    Ends at the tokenizer's or the config's end token, or after max_new_tokens. `media`: pixel_values, grid_thws.
-    Raises ValueError for an empty prompt and for sampling settings out of range.
+    Ends at the tokenizer's or the config's end token, or after max_new_tokens. media: pixel_values,
+    grid_thws. Raises ValueError as generate_ids does.
     """
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     stop = {*tokenizer.stop, model.config.eos_token_id}
-    yield from tokenizer.stream(generate_ids(model, ids, max_new_tokens, temperature, top_p, seed, stop, **media))
+    ids = generate_ids(model, ids, max_new_tokens, temperature, top_p, seed, stop, **media)
+    yield from tokenizer.stream(ids)
 
-# ---- Figures: drawn, and their numbers computed, by the functions above ----------------------------------------------
+# ---- Figures: drawn, and their numbers computed, by the functions above --------------------------
 
 # Router scores of 8 tokens for 4 experts, in 64ths; with top-1 a balanced load is 2 tokens each.
 EXAMPLE = [[22, 56, 52, 38], [61, 27, 7, 44], [59, 46, 29, 11], [49, 40, 27, 26],
@@ -2837,6 +3068,7 @@ def draw_balancing(fig, config):
 
 
 def draw_routing(ax, title, s, k):
+    """draw_table of scores [m, n], the chosen ones shaded; returns cutoffs [m] and loads [n]."""
     experts, _, cutoff = route(s, torch.zeros(s.shape[1]), k)
     chosen = torch.zeros_like(s).scatter(1, experts, 1)
     draw_table(ax, title, torch.cat([s, cutoff.unsqueeze(-1)], 1), chosen, {"load": chosen.sum(0)})
@@ -2880,8 +3112,8 @@ def draw_cost(fig, config):
 
 
 def figures_command(args):
+    """k3.py figures: each drawing as a PNG, and the numbers in it as lines."""
     from matplotlib.figure import Figure           # by itself it draws with Agg, without a display
-
     os.makedirs(args.out, exist_ok=True)
     for name, draw, size in (("fig3", draw_decay, (10, 4)), ("fig4", draw_glu, (10, 4)),
                              ("fig5", draw_balancing, (10, 4)), ("cost", draw_cost, (8, 4.5))):
@@ -2893,71 +3125,81 @@ def figures_command(args):
             fig.savefig(file, format="png", dpi=150)
         print(path)
 
-# ---- Command line ----------------------------------------------------------------------------------------------------
+# ---- Command line --------------------------------------------------------------------------------
 
 
 def parameter_table(config):
-    """Counts by part from the config alone, as the release stores them (A_log at its 128), active parameters, bytes."""
+    """Counts by part as the release stores them (A_log at its 128), active ones, and bytes."""
+    def size(module):
+        return sum(max(128, t.numel()) if name.endswith("A_log") else t.numel()
+                   for name, t in module.state_dict().items())
+
     with torch.device("meta"):
         model = K3(config)
-    size = lambda m: sum(max(128, t.numel()) if n.endswith("A_log") else t.numel() for n, t in m.state_dict().items())
-    text = model.language_model.model
-    layers = {}
+    c, text, parts, layers = config, model.language_model.model, {}, {}
     for layer in text.layers:
-        kind = f"{type(layer.self_attn).__name__} + {'MoE' if hasattr(layer, 'block_sparse_moe') else 'dense'}"
-        each, count = layers.get(kind, (size(layer), 0))
-        layers[kind] = each, count + 1
-    table = {"vocabulary embedding": size(text.embed_tokens), "output head": size(model.language_model.lm_head)}
-    for name, kind in (("gated MLA", MLA), ("KDA", KDA), ("latent MoE", LatentMoE), ("dense MLP", None)):
-        for layer in text.layers:
-            part = layer.self_attn if kind in (MLA, KDA) else getattr(layer, "block_sparse_moe" if kind else "mlp", None)
-            if part is not None and (kind is None or isinstance(part, kind)):
-                table[name] = size(part)
-    if config.attn_res_block_size is not None:
-        table["each AttnRes mix"] = 2 * config.hidden_size
-    table["each layer RMSNorm"] = config.hidden_size
-    for kind, (each, count) in layers.items():
+        moe = getattr(layer, "block_sparse_moe", None)
+        parts["gated MLA" if isinstance(layer.self_attn, MLA) else "KDA"] = layer.self_attn
+        parts["dense MLP" if moe is None else "latent MoE"] = layer.mlp if moe is None else moe
+        kind = f"{type(layer.self_attn).__name__} + {'dense' if moe is None else 'MoE'}"
+        layers.setdefault(kind, []).append(layer)
+    table = {"vocabulary embedding": size(text.embed_tokens),
+             "output head": size(model.language_model.lm_head)}
+    for name in ("gated MLA", "KDA", "latent MoE", "dense MLP"):
+        if name in parts:
+            table[name] = size(parts[name])
+    if c.attn_res_block_size is not None:
+        table["each AttnRes mix"] = 2 * c.hidden_size
+    table["each layer RMSNorm"] = c.hidden_size
+    for kind, alike in layers.items():
+        each, count = size(alike[0]), len(alike)
         table[f"{kind} layer"], table[f"{kind} layers, {count}"] = each, each * count
     table["text model"] = size(model.language_model)
     for name in ("vision_tower", "mm_projector"):
         table[name.replace("_", " ")] = size(getattr(model, name)) if hasattr(model, name) else 0
     table["everything"] = size(model)
-    idle = sum((m.w1.shape[0] - config.num_experts_per_token) * 3 * m.w1[0].numel() for m in text.layers.modules()
-               if isinstance(m, Experts))
+    idle = sum((c.num_experts - c.num_experts_per_token) * 3 * m.w1[0].numel()
+               for m in text.layers.modules() if isinstance(m, Experts))
     table["active per token"] = table["text model"] - size(text.embed_tokens) - idle
-    table["bytes on disk"] = sum(math.prod(shape) * DTYPES[dtype].itemsize for _, shape, dtype, *_ in inventory(config))
-    P = config.linear_num_heads * config.linear_head_dim
-    table["cache bytes per token"] = 2 * len(config.full_attn_layers) * (config.kv_lora_rank + config.qk_rope_head_dim)
-    table["state bytes per sequence"] = len(config.kda_layers) * P * (
-        4 * config.linear_head_dim + 2 * 3 * (config.short_conv_kernel_size - 1))
+    table["bytes on disk"] = sum(math.prod(shape) * DTYPES[dtype].itemsize
+                                 for _, shape, dtype, *_ in inventory(c))
+    latent, tails = c.kv_lora_rank + c.qk_rope_head_dim, 3 * (c.short_conv_kernel_size - 1)
+    table["cache bytes per token"] = 2 * len(c.full_attn_layers) * latent
+    table["state bytes per sequence"] = (len(c.kda_layers) * c.linear_num_heads * c.linear_head_dim
+                                         * (4 * c.linear_head_dim + 2 * tails))
     return table
 
 
 def params_command(args):
+    """k3.py params: parameter_table, printed."""
     table = parameter_table(K3Config() if args.config is None else K3Config.from_json(args.config))
     if args.json:
-        print(json.dumps({name.replace(" ", "_").replace(",", "").replace("_+_", "_"): n for name, n in table.items()}, indent=1))
+        key = lambda name: name.replace(" ", "_").replace(",", "").replace("_+_", "_")
+        print(json.dumps({key(name): n for name, n in table.items()}, indent=1))
     else:
         print("\n".join(f"{name:26s}{n:>22,}" for name, n in table.items()))
 
 
 def verify_command(args):
+    """k3.py verify: 1 if anything differs from the config."""
     checkpoint = Checkpoint(args.checkpoint, cache=args.cache, index_only=args.index_only)
-    found = checkpoint.verify()
+    found, count, size = checkpoint.verify(), len(checkpoint.shard_of), checkpoint.total_size
     if args.json:
-        print(json.dumps({"tensors": len(checkpoint.shard_of), "total_size": checkpoint.total_size, "findings": found}, indent=1))
+        print(json.dumps({"tensors": count, "total_size": size, "findings": found}, indent=1))
+    elif found:
+        print("\n".join(group_findings(found)))
     else:
-        print("\n".join(group_findings(found)) or
-              f"all {len(checkpoint.shard_of):,} tensors are as the config wants them" + " by name" * args.index_only +
-              (f", {checkpoint.total_size:,} bytes" if checkpoint.total_size else ""))
+        print(f"all {count:,} tensors are as the config wants them" + " by name" * args.index_only
+              + (f", {size:,} bytes" if size else ""))
     return bool(found)
 
 
 class TraceReport:
-    """Prints a line a layer and, against a reference, the relative error of each recorded tensor."""
+    """trace's watch: prints its lines and each tensor's relative error against a reference."""
 
     def __init__(self, checkpoint, reference, rtol):
-        self.checkpoint, self.reference, self.rtol, self.bad, self.seen = checkpoint, reference, rtol, [], 0
+        self.checkpoint, self.reference, self.rtol = checkpoint, reference, rtol
+        self.bad, self.seen = [], 0
 
     def __call__(self, i, note, line):
         if line:
@@ -2968,11 +3210,10 @@ class TraceReport:
                 self.compare(prefix + name, note, name)
 
     def compare(self, full, note, name):
-        want = self.reference[full]
-        got = note[name].cpu()
-        if got.dim() == want.dim() and got.shape[2:] == want.shape[2:]:      # a file may hold the first positions only
-            common = tuple(slice(min(a, b)) for a, b in zip(got.shape, want.shape))
-            got, want = got[common], want[common]
+        got, want = note[name].cpu(), self.reference[full]
+        if got.dim() == want.dim() and got.shape[2:] == want.shape[2:]:
+            common = tuple(map(slice, map(min, got.shape, want.shape)))
+            got, want = got[common], want[common]      # a file may hold the first positions only
         self.seen += 1
         if not want.numel():
             self.say(full, False, "is empty in the reference, or here")
@@ -2980,14 +3221,16 @@ class TraceReport:
             self.say(full, False, f"has shape {list(got.shape)}, the reference {list(want.shape)}")
         elif name == "topk_idx":
             flipped = (got != want).any(-1)
-            gap = note["gap"].cpu()[tuple(slice(n) for n in flipped.shape)][flipped]
+            gap = note["gap"].cpu()[tuple(map(slice, flipped.shape))][flipped]
             near = flipped.any() and bool((gap < 1e-3).all())
-            self.say(full, near or not flipped.any(), f"{int(flipped.sum())} of {flipped.numel()} tokens route differently" +
-                     (f", by a gap of at most {gap.max():.1e}: near-ties" if near else ""))
+            text = f"{int(flipped.sum())} of {flipped.numel()} tokens route differently"
+            text += f", by a gap of at most {gap.max():.1e}: near-ties" if near else ""
+            self.say(full, near or not flipped.any(), text)
         else:
-            error = ((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-300)).item()
-            worst = (got.double() - want.double()).abs().max().item() if got.numel() else 0.0
-            self.say(full, error <= self.rtol, f"relative error {error:.2e}, largest {worst:.2e}")
+            want, off = want.double(), got.double() - want.double()
+            error = (off.norm() / want.norm().clamp_min(1e-300)).item()
+            self.say(full, error <= self.rtol, f"relative error {error:.2e}, "
+                     f"largest {off.abs().max().item():.2e}")
 
     def say(self, name, good, text):
         print(f"  {'ok  ' if good else 'DIFF'} {name:28s} {text}", flush=True)
@@ -2996,23 +3239,29 @@ class TraceReport:
 
 
 def trace_command(args):
+    """k3.py trace: 1 if a tensor differs from the reference."""
     checkpoint = Checkpoint(args.checkpoint, cache=args.cache)
-    start, reference = ({} if path is None else read_safetensors(path) for path in (args.start, args.against))
+    start, reference = ({} if path is None else read_safetensors(path)
+                        for path in (args.start, args.against))
     if args.force_routing and not any(name.endswith(".topk_idx") for name in reference):
         raise ValueError("--force-routing needs --against with a file that holds expert ids")
-    if args.dump is not None and not os.access(os.path.dirname(args.dump) or ".", os.W_OK) or os.path.isdir(args.dump or ""):
+    if args.dump is not None and (os.path.isdir(args.dump) or
+                                  not os.access(os.path.dirname(args.dump) or ".", os.W_OK)):
         raise ValueError(f"--dump {args.dump}: cannot be written")
     if args.layers and args.layers[0]:
         if args.ids is not None or args.text is not None or args.image:
-            raise ValueError(f"layers from {args.layers[0]} on start from --from; text, ids or pictures change nothing there")
+            raise ValueError(f"layers from {args.layers[0]} on start from --from; "
+                             "text, ids or pictures change nothing there")
         ids, media = None, {}
     else:
         ids, media = prompt_ids(args, checkpoint, {**reference, **start})
     report, record = TraceReport(checkpoint, reference, args.rtol), {}
-    trace(checkpoint, ids, args.layers, record, dtype=DTYPE_BY_NAME[args.dtype], device=args.device,
-          start=start, forced=reference if args.force_routing else None, kernel=args.kernel, watch=report, **media)
+    trace(checkpoint, ids, args.layers, record, dtype=DTYPE_BY_NAME[args.dtype],
+          device=args.device, start=start, forced=reference if args.force_routing else None,
+          kernel=args.kernel, watch=report, **media)
     if args.dump is not None:
-        write_safetensors(args.dump, record if ids is None else {"input_ids": torch.as_tensor(ids), **record})
+        read = {} if ids is None else {"input_ids": torch.as_tensor(ids)}
+        write_safetensors(args.dump, {**read, **record})
     if args.against and not report.seen:
         raise ValueError(f"{args.against} holds none of the tensors that were computed")
     if report.bad:
@@ -3023,60 +3272,61 @@ def trace_command(args):
 
 
 def prompt_ids(args, checkpoint, tensors):
-    """input_ids [1, T] of --ids, --text or a reference's own, with --image before the text; and the media arguments."""
-    pictures, media = open_pictures(args)
+    """input_ids [1, T] of --ids, of --image and --text, or a file's own; and the media arguments.
+
+    Raises ValueError for ids outside the vocabulary, or a placeholder that no picture will fill.
+    """
+    sizes, media = open_pictures(args)
     if args.ids is not None:
         try:
             ids = [int(i) for i in args.ids.split(",")]
         except ValueError:
-            raise ValueError(f"--ids {show(args.ids)}: expected whole numbers between commas") from None
-        return checked_ids(ids, checkpoint.config, args.image), media
-    if args.text is None:
-        if "input_ids" not in tensors:
-            raise ValueError("give --text or --ids (or a reference file that holds input_ids)")
+            raise ValueError(f"--ids {show(args.ids)}: expected whole numbers "
+                             "between commas") from None
+    elif args.text is not None:
+        if not args.text:
+            raise ValueError("the text is empty")
+        ids = encode_parts(load_tokenizer(checkpoint), [*sizes, args.text])
+    elif "input_ids" in tensors:
         return tensors["input_ids"], media
-    if not args.text:
-        raise ValueError("the text is empty")
-    tokenizer = load_tokenizer(checkpoint)
-    before = [i for p in pictures for i in tokenizer.encode(image_prompt(*p.size), control=True)]
-    return checked_ids(before + tokenizer.encode(args.text), checkpoint.config, args.image), media
-
-
-def checked_ids(ids, config, image):
-    """ids as [1, T]; ValueError for one outside the vocabulary, or a placeholder that no picture will fill."""
-    if odd := [i for i in ids if not 0 <= i < config.vocab_size]:
-        raise ValueError(f"token id {odd[0]} is outside the vocabulary of {config.vocab_size}")
-    if not image and config.vt_num_hidden_layers and config.media_placeholder_token_id in ids:
-        raise ValueError(f"id {config.media_placeholder_token_id} stands for a picture: give one with --image")
-    return torch.tensor([ids])
+    else:
+        raise ValueError("give --text or --ids (or a reference file that holds input_ids)")
+    V, placeholder = checkpoint.config.vocab_size, checkpoint.config.media_placeholder_token_id
+    if odd := [i for i in ids if not 0 <= i < V]:
+        raise ValueError(f"token id {odd[0]} is outside the vocabulary of {V}")
+    if not sizes and checkpoint.config.vt_num_hidden_layers and placeholder in ids:
+        raise ValueError(f"id {placeholder} stands for a picture: give one with --image")
+    return torch.tensor([ids]), media
 
 
 def open_pictures(args):
-    """The pictures of --image, and pixel_values and grid_thws of them all."""
+    """The (w, h) of each picture of --image, and pixel_values and grid_thws of them all."""
     pictures = [open_image(path) for path in args.image or ()]
     if not pictures:
         return [], {}
-    pixels, grids = zip(*(preprocess_image(p) for p in pictures))
-    return pictures, {"pixel_values": torch.cat(pixels).to(args.device), "grid_thws": torch.stack(grids)}
+    pixels, grids = zip(*map(preprocess_image, pictures))
+    return [picture.size for picture in pictures], {
+        "pixel_values": torch.cat(pixels).to(args.device), "grid_thws": torch.stack(grids)}
 
 
 def generate_command(args):
+    """k3.py generate: the text, as it comes."""
     checkpoint = Checkpoint(args.checkpoint, cache=args.cache)
     tokenizer, dtype = load_tokenizer(checkpoint), DTYPE_BY_NAME[args.dtype]
     if not args.prompt:
         raise ValueError("the prompt is empty: there is nothing to continue")
-    pictures, media = open_pictures(args)
+    sizes, media = open_pictures(args)
+    content = [*sizes, args.prompt]
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system else []
-        content = [p.size for p in pictures] + [args.prompt]
-        prompt = chat_prompt(tokenizer, [*system, {"role": "user", "content": content}], args.think)
+        messages = [*system, {"role": "user", "content": content}]
+        prompt = chat_prompt(tokenizer, messages, args.think)
     else:
-        prompt = [i for p in pictures for i in tokenizer.encode(image_prompt(*p.size), control=True)]
-        prompt += tokenizer.encode(args.prompt)
-    model = (StreamedK3(checkpoint, dtype, args.device) if args.layers_on_demand else
-             load_model(checkpoint, dtype, args.device))
+        prompt = encode_parts(tokenizer, content)
+    model = (StreamedK3 if args.layers_on_demand else load_model)(checkpoint, dtype, args.device)
     model.kernel = args.kernel
-    for text in generate(model, tokenizer, prompt, args.max_new_tokens, args.temperature, args.top_p, args.seed, **media):
+    for text in generate(model, tokenizer, prompt, args.max_new_tokens, args.temperature,
+                         args.top_p, args.seed, **media):
         print(text, end="", flush=True)
     print()
 
@@ -3085,6 +3335,7 @@ DTYPE_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64"
 
 
 def layer_range(text):
+    """A:B, or one layer, as (first, one past the last)."""
     match = re.fullmatch(r"(\d+):(\d+)|(\d+)", text)
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r}: expected A:B, or one layer")
@@ -3092,75 +3343,92 @@ def layer_range(text):
 
 
 def tolerance(text):
+    """A finite number from 0 on."""
     if not 0 <= float(text) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a finite number from 0 on")
     return float(text)
 
 
 def device(text):
+    """A device that can hold values here and now."""
     try:
         if torch.device(text).type == "meta":
             raise RuntimeError("it holds no values")
         return torch.zeros(1, device=text).device
-    except (RuntimeError, AssertionError, ImportError) as e:          # unknown, or this build or machine lacks it
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be used ({str(e).splitlines()[0]})") from None
+    except (RuntimeError, AssertionError, ImportError) as e:       # unknown, or lacking here
+        reason = str(e).splitlines()[0]
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used ({reason})") from None
 
 
 class OneLine(argparse.ArgumentParser):
+    """argparse whose errors are one line, without the usage."""
+
     def error(self, message):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def build_parser():
-    parser = OneLine(prog="k3.py", description="Kimi K3: counts, checks, single layers and text from a checkpoint.")
+    """The command line; each command's function is `run` in what it parses to."""
+    parser = OneLine(prog="k3.py", description="Kimi K3: counts, checks, single layers and text "
+                     "from a checkpoint.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLine)
 
     def command(name, run, help):
         sub = commands.add_parser(name, help=help, description=help)
         sub.set_defaults(run=run)
-        return sub
+        return sub.add_argument
 
-    def common(sub):
-        sub.add_argument("checkpoint", metavar="CKPT", help="a folder, or an http(s) base URL")
-        sub.add_argument("--cache", metavar="DIR", help="keep what is read over the network here")
+    def common(add):
+        add("checkpoint", metavar="CKPT", help="a folder, or an http(s) base URL")
+        add("--cache", metavar="DIR", help="keep what is read over the network here")
 
-    def running(sub):
-        common(sub)
-        sub.add_argument("--image", action="append", metavar="F", help="a picture before the text; may be repeated")
-        sub.add_argument("--device", type=device, default="cpu", help="cpu, cuda, cuda:1, ...")
-        sub.add_argument("--dtype", choices=DTYPE_BY_NAME, default="float32", help="of activations")
-        sub.add_argument("--kernel", choices=["plain", "fast"], default="plain", help="definitions, or kernels.py")
+    def running(add):
+        common(add)
+        add("--image", action="append", metavar="F", help="a picture before the text; repeatable")
+        add("--device", type=device, default="cpu", help="cpu, cuda, cuda:1, ...")
+        add("--dtype", choices=DTYPE_BY_NAME, default="float32", help="of activations")
+        add("--kernel", choices=["plain", "fast"], default="plain",
+            help="definitions, or kernels.py")
 
-    sub = command("params", params_command, "parameters by part, active ones, bytes on disk and in the cache")
-    sub.add_argument("--config", metavar="F", help="a config.json; without it the released model's numbers")
-    sub.add_argument("--json", action="store_true")
-    sub = command("verify", verify_command, "every tensor's name, dtype and shape against the config; reads no weights")
-    common(sub)
-    sub.add_argument("--index-only", action="store_true", help="names, shards and total size only: no shard is opened")
-    sub.add_argument("--json", action="store_true")
-    sub = command("trace", trace_command, "the forward pass a layer at a time, each against a reference if there is one")
-    running(sub)
-    sub.add_argument("--text", help="text to read")
-    sub.add_argument("--ids", help="token ids to read, between commas")
-    sub.add_argument("--layers", type=layer_range, metavar="A:B", help="layers A to B - 1 only, counted from 0")
-    sub.add_argument("--from", dest="start", metavar="F", help="recorded tensors that layer A starts from")
-    sub.add_argument("--dump", metavar="F", help="write all recorded tensors to this safetensors file")
-    sub.add_argument("--against", metavar="F", help="compare with such a file")
-    sub.add_argument("--force-routing", action="store_true", help="use the expert ids of --against")
-    sub.add_argument("--rtol", type=tolerance, default=1e-3, help="relative error that counts as equal (%(default)s)")
-    sub = command("generate", generate_command, "text that continues a prompt, as it comes")
-    running(sub)
-    sub.add_argument("--prompt", required=True)
-    sub.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
-    sub.add_argument("--temperature", type=float, default=1.0, help="0 always takes the likeliest (%(default)s)")
-    sub.add_argument("--top-p", type=float, default=1.0)
-    sub.add_argument("--seed", type=int, default=0)
-    sub.add_argument("--chat", action="store_true", help="wrap the prompt in the released chat framing")
-    sub.add_argument("--system", help="with --chat: a system message before it")
-    sub.add_argument("--no-think", dest="think", action="store_false", help="with --chat: answer in the response channel")
-    sub.add_argument("--layers-on-demand", action="store_true", help="stream layers from disk, for models beyond memory")
-    sub = command("figures", figures_command, "the report's Figs. 3, 4 and 5, and the cost of context, drawn by this code")
-    sub.add_argument("--out", default="out", metavar="DIR", help="for the PNGs (%(default)s)")
+    add = command("params", params_command,
+                  "parameters by part, active ones, bytes on disk and in the cache")
+    add("--config", metavar="F", help="a config.json; without it the released model's numbers")
+    add("--json", action="store_true")
+    add = command("verify", verify_command,
+                  "every tensor's name, dtype and shape against the config; reads no weights")
+    common(add)
+    add("--index-only", action="store_true",
+        help="names, shards and total size only: no shard is opened")
+    add("--json", action="store_true")
+    add = command("trace", trace_command,
+                  "the forward pass a layer at a time, each against a reference if there is one")
+    running(add)
+    add("--text", help="text to read")
+    add("--ids", help="token ids to read, between commas")
+    add("--layers", type=layer_range, metavar="A:B", help="layers A to B - 1 only, from 0")
+    add("--from", dest="start", metavar="F", help="recorded tensors that layer A starts from")
+    add("--dump", metavar="F", help="write all recorded tensors to this safetensors file")
+    add("--against", metavar="F", help="compare with such a file")
+    add("--force-routing", action="store_true", help="use the expert ids of --against")
+    add("--rtol", type=tolerance, default=1e-3,
+        help="relative error that counts as equal (%(default)s)")
+    add = command("generate", generate_command, "text that continues a prompt, as it comes")
+    running(add)
+    add("--prompt", required=True)
+    add("--max-new-tokens", type=int, default=256, metavar="N")
+    add("--temperature", type=float, default=1.0,
+        help="0 always takes the likeliest (%(default)s)")
+    add("--top-p", type=float, default=1.0)
+    add("--seed", type=int, default=0)
+    add("--chat", action="store_true", help="wrap the prompt in the released chat framing")
+    add("--system", help="with --chat: a system message before it")
+    add("--no-think", dest="think", action="store_false",
+        help="with --chat: answer in the response channel")
+    add("--layers-on-demand", action="store_true",
+        help="stream layers from disk, for models beyond memory")
+    add = command("figures", figures_command,
+                  "the report's Figs. 3, 4 and 5, and the cost of context, drawn by this code")
+    add("--out", default="out", metavar="DIR", help="for the PNGs (%(default)s)")
     return parser
 
 

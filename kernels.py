@@ -336,7 +336,7 @@ def _blocked(rows, w, ends, size=16):
 
 def _product(rows, w, ends):
     """rows[a:b] @ w[e].T for every expert e, whose rows are those from ends[e - 1] to ends[e]."""
-    w = _mxfp4(*w).to(rows.dtype) if isinstance(w, tuple) else w
+    w = (_mxfp4(*w) if isinstance(w, tuple) else w).to(rows.dtype)
     if rows.is_cuda:
         grouped = rows.dtype == torch.bfloat16       # of others it reads the group sizes back
         return F.grouped_mm(rows, w.mT, offs=ends) if grouped else _blocked(rows, w, ends)

@@ -21,6 +21,7 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")    # waiting CPU threads soon yield a shared core
 import numpy as np
 import torch
 
