@@ -556,10 +556,10 @@ class KDA(Module):
     def init_state(self, B, dtype, device, capacity=None):
         """S and, for q, k and v each, the convolution's last inputs: a size that never grows."""
         W, P = self.q_conv1d.weight.shape[-1], self.H * self.d
-        tail = torch.zeros(B, W - 1, P, dtype=dtype, device=device)
+        tails = torch.zeros(3, B, W - 1, P, dtype=dtype, device=device)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         S = torch.zeros(B, self.H, self.d, self.d, dtype=wide, device=device)
-        return {"S": S, "conv_q": tail, "conv_k": tail, "conv_v": tail}
+        return {"S": S, "conv_q": tails[0], "conv_k": tails[1], "conv_v": tails[2]}
 
 # ---- §2.1.2 Gated MLA ----------------------------------------------------------------------------
 
@@ -1212,11 +1212,11 @@ def check_grids(pixel_values, grid_thws, config):
 
 
 def merge_patches(x, grid, kernel):
-    """Patches of an item [t*h*w, D] to [tokens, 4, D]: mean over frames, then 2 x 2 neighbours,
-    the groups row by row and the four of a group too."""
+    """Patches of items of one grid [n*t*h*w, D] to [n*tokens, 4, D]: mean over frames, then 2 x 2
+    neighbours, the groups row by row and the four of a group too."""
     (t, h, w), (kh, kw) = grid, kernel
-    x = x.unflatten(0, (t, h // kh, kh, w // kw, kw)).mean(0)
-    return x.transpose(1, 2).flatten(0, 1).flatten(1, 2)
+    x = x.unflatten(0, (-1, t, h // kh, kh, w // kw, kw)).mean(1)
+    return x.transpose(2, 3).flatten(0, 2).flatten(1, 2)
 
 
 def expand_placeholders(input_ids, lengths, placeholder):
@@ -1532,11 +1532,14 @@ class K3(nn.Module):
             raise ValueError("this model has no vision tower")
         dtype = self.compute_dtype or self.mm_projector.post_norm.weight.dtype
         grids = check_grids(pixel_values, grid_thws, self.config)
-        items = self.vision_tower(pixel_values.to(dtype), grids, record)
-        items = items.split([math.prod(grid) for grid in grids])
-        merged = [merge_patches(item, grid, self.config.merge_kernel_size)
-                  for item, grid in zip(items, grids)]
-        media = [self.mm_projector(m) for m in merged]
+        kernel = self.config.merge_kernel_size
+        runs = [(grid, len(list(run))) for grid, run in groupby(grids)]   # alike: one call for all
+        parts = self.vision_tower(pixel_values.to(dtype), grids, record)
+        parts = parts.split([n * math.prod(grid) for grid, n in runs])
+        merged = torch.cat([merge_patches(part, grid, kernel)
+                            for part, (grid, _) in zip(parts, runs)])
+        sizes = [h * w // math.prod(kernel) for _, h, w in grids]
+        media, merged = self.mm_projector(merged).split(sizes), merged.split(sizes)
         if record is not None:
             record.update({f"item{j}.merged": m for j, m in enumerate(merged)})
             record.update({f"item{j}.projected": m for j, m in enumerate(media)})
@@ -2585,10 +2588,11 @@ class StreamedK3(K3):
         held = {name: module for name, module in self.named_children() if name != "language_model"}
         for name, module in held.items():
             setattr(self, name, self.fill(copy.deepcopy(module), name))
-        media = super().encode_media(*args)
-        for name, module in held.items():
-            setattr(self, name, module)
-        return media
+        try:
+            return super().encode_media(*args)
+        finally:
+            for name, module in held.items():
+                setattr(self, name, module)
 
 
 def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float32, device="cpu",

@@ -4,6 +4,9 @@ Numbers that another program produced are written out with their origin; none wa
 Run: python -m pytest -q
 """
 import base64
+import functools
+import inspect
+import shlex
 import http.server
 import json
 import math
@@ -18,6 +21,7 @@ import sys
 import threading
 import time
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +30,7 @@ import torch.nn.functional as F
 
 import k3
 import kernels
+import train_tiny as tt
 from k3 import K3, K3Config
 
 torch.set_num_threads(1)                           # tiny tensors: threads would only wait for each other
@@ -2207,6 +2212,542 @@ def test_typical_mistakes_show_where_they_are(monkeypatch, mistake, place, patch
     moved = rel(seen[first], right[first])
     print(f"\n| {mistake} | `{first}` | {moved:.1e} | {rel(seen['logits'], right['logits']):.2f} |", end="")
     assert first.removeprefix("layers.") == place
+
+
+# ---- train_tiny.py
+
+ALL_KINDS = dict(num_hidden_layers=5, num_nextn_predict_layers=1)
+
+
+def tiny_model(**over):
+    return K3(K3Config.tiny(**{**ALL_KINDS, **over}))
+
+
+def one_row(p, group="muon", heads=1, rows=None):
+    return tt.Row("w", torch.nn.Parameter(p), group, heads, rows or (p.shape[0],))
+
+
+# ---- Newton-Schulz
+
+
+def test_newton_schulz_values():
+    """Five quintic steps: I -> 1.10811 I, diag(3, 1) -> diag(0.753034, 1.133706); tall is the transpose of wide."""
+    assert torch.allclose(tt.newton_schulz(torch.eye(2)), 1.10811 * torch.eye(2), atol=2e-5)
+    got = tt.newton_schulz(torch.diag(torch.tensor([3.0, 1.0])))
+    assert torch.allclose(got, torch.diag(torch.tensor([0.753034, 1.133706])), atol=2e-6)
+    G = torch.randn(3, 24, 40, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(tt.newton_schulz(G.mT), tt.newton_schulz(G).mT, atol=1e-5)
+    s = torch.linalg.svdvals(tt.newton_schulz(G.double()))
+    assert 0.65 < s.min() and s.max() < 1.15, s
+    assert tt.newton_schulz(G).dtype == torch.float32
+
+
+def test_newton_schulz_is_free_of_scale():
+    """1e-20 times a gradient gives the same update, zero gives zero, and a block never sees another's norm."""
+    G = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    same = tt.newton_schulz(G)
+    assert torch.allclose(tt.newton_schulz(G * 1e-20), same, atol=1e-5) and 3.3 < same.norm() < 3.9
+    assert torch.equal(tt.newton_schulz(torch.zeros(2, 3, 5)), torch.zeros(2, 3, 5))
+    heads = torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(1))
+    scaled = heads * torch.tensor([1, 0.1, 0.01, 0.001]).view(4, 1, 1)
+    assert torch.allclose(tt.newton_schulz(scaled), tt.newton_schulz(heads), atol=1e-5)
+    whole = tt.newton_schulz(scaled.reshape(32, 64)).view(4, 8, 64).norm(dim=(1, 2))
+    assert whole[3] < 0.25 * whole[0]      # what per-head orthogonalisation removes
+
+
+# ---- the table
+
+
+def test_table_splits_by_exact_name():
+    """KDA q, k, v by head; MLA queries by head, keys and values apart; nothing else in attention."""
+    c = K3Config.tiny(num_hidden_layers=5)
+    table = {row.name: row for row in tt.param_table(K3(c))}
+    at = lambda name: table[f"language_model.model.layers.{name}.weight"][2:]
+    for leaf in ("q_proj", "k_proj", "v_proj"):
+        assert at(f"0.self_attn.{leaf}") == ("muon", c.linear_num_heads, (c.linear_head_dim,))
+    assert at("3.self_attn.q_b_proj") == ("muon", c.num_attention_heads, (c.qk_nope_head_dim + c.qk_rope_head_dim,))
+    assert at("3.self_attn.kv_b_proj") == ("muon", c.num_attention_heads, (c.qk_nope_head_dim, c.v_head_dim))
+    for leaf in ("0.self_attn.o_proj", "0.self_attn.g_proj", "0.self_attn.f_a_proj", "0.self_attn.f_b_proj",
+                 "0.self_attn.b_proj", "3.self_attn.q_a_proj", "3.self_attn.kv_a_proj_with_mqa", "3.self_attn.o_proj",
+                 "3.self_attn.g_proj", "0.mlp.gate_proj", "1.block_sparse_moe.routed_expert_down_proj",
+                 "1.block_sparse_moe.shared_experts.up_proj", "1.block_sparse_moe.gate"):
+        assert at(leaf)[:2] == ("muon", 1), leaf
+    experts = table["language_model.model.layers.1.block_sparse_moe.experts.w2"]
+    assert experts[2:] == ("muon", c.num_experts, (c.routed_expert_hidden_size,))
+    full = {row.name: row for row in tt.param_table(K3(K3Config.tiny(q_lora_rank=None)))}
+    assert full["language_model.model.layers.3.self_attn.q_proj.weight"].rows == (48,)
+
+
+def test_released_table_on_meta():
+    """The released model: 69 x 3 + 24 x 2 split projections of 96 heads."""
+    with torch.device("meta"):
+        model = K3(K3Config(vt_num_hidden_layers=0))
+    split = [row for row in tt.param_table(model) if row.heads > 1 and ".self_attn." in row.name]
+    assert len(split) == 69 * 3 + 24 * 2 and {row.heads for row in split} == {96}
+    assert {(row.name.split(".")[-2], row.rows) for row in split} == {
+        ("q_proj", (128,)), ("k_proj", (128,)), ("v_proj", (128,)), ("q_b_proj", (192,)), ("kv_b_proj", (128, 128))}
+
+
+@pytest.mark.parametrize("optimizer", ["per-head-muon", "muon", "adamw"])
+def test_every_tensor_in_one_group(optimizer):
+    """Muon has matrices only; lookup tables, vectors, convolutions, pseudo-queries are AdamW's; the router bias nobody's."""
+    model = tiny_model()
+    table = tt.param_table(model, optimizer)
+    assert [row.name for row in table] == [name for name, _ in model.named_parameters()]
+    assert not any("e_score_correction_bias" in row.name for row in table)
+    for row in table:
+        if row.group == "muon":
+            assert row.param.ndim >= 2 and "conv1d" not in row.name and "res_proj" not in row.name
+            assert "embed_tokens" not in row.name and "lm_head" not in row.name
+    if optimizer == "adamw":
+        assert {row.group for row in table} == {"adamw"}
+
+
+def test_kv_blocks_are_key_then_value():
+    """Rows of kv_b_proj per head: key rows, then value rows."""
+    row = one_row(torch.arange(12.0).view(12, 1).expand(12, 3).contiguous(), heads=2, rows=(4, 2))
+    key, value = tt.blocks(row.param, row)
+    assert key[1, :, 0].tolist() == [6, 7, 8, 9] and value[0, :, 0].tolist() == [4, 5]
+
+
+# ---- the optimizer
+
+
+def test_heads_get_equal_updates():
+    """Gradients of scale 1, .1, .01, .001 move the four heads alike, by RMS near 0.2 lr."""
+    row = one_row(torch.zeros(32, 64), heads=4, rows=(8,))
+    scale = torch.tensor([1, 0.1, 0.01, 0.001]).repeat_interleave(8).unsqueeze(1)
+    row.param.grad = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)) * scale
+    tt.PerHeadMuon([row], lr=1.0).step()
+    rms = row.param.detach().view(4, -1).square().mean(1).sqrt()
+    assert (rms - 0.2).abs().max() < 0.04, rms
+
+
+def test_bad_gradient_skips_the_step():
+    """Infinite or NaN anywhere: weights, momenta and the step count stay, and the next step is as if it had not been."""
+    for bad in (float("inf"), float("nan")):
+        results = []
+        for stumble in (False, True):
+            model = tiny_model()
+            opt = tt.PerHeadMuon(tt.param_table(model), lr=0.01)
+            fill = lambda: [setattr(row.param, "grad", torch.ones_like(row.param)) for row in opt.table]
+            fill()
+            opt.step()
+            if stumble:
+                fill()
+                opt.table[0].param.grad[0, 0] = bad
+                assert not opt.step().isfinite()
+            fill()
+            opt.step()
+            results.append([*model.state_dict().values(), *opt.state.values()])
+        assert all(torch.equal(a, b) for a, b in zip(*results)) and results[0][-1].isfinite().all()
+
+
+def test_step_only_reads_gradients():
+    """Gradient of ones: p.grad is ones after the step, clipped or not; a missing one counts as zero."""
+    rows = [one_row(torch.ones(4, 4)), one_row(torch.ones(3), "adamw"), one_row(torch.ones(5, 2))._replace(name="v")]
+    rows[0].param.grad, rows[1].param.grad = torch.ones(4, 4), torch.ones(3)
+    rows[1] = rows[1]._replace(name="u")
+    tt.PerHeadMuon(rows, lr=0.1).step()
+    assert torch.equal(rows[0].param.grad, torch.ones(4, 4)) and torch.equal(rows[1].param.grad, torch.ones(3))
+    assert torch.allclose(rows[2].param, torch.full((5, 2), 0.99))    # decay alone: 1 - lr * 0.1
+
+
+def test_adamw_part_is_torchs():
+    """Five steps of AdamW on a matrix and a vector equal torch.optim.AdamW's (which does not decay the vector here)."""
+    gen = torch.Generator().manual_seed(0)
+    mine = [one_row(torch.randn(6, 4, generator=gen), "adamw"), one_row(torch.randn(5, generator=gen), "adamw")._replace(name="b")]
+    theirs = [torch.nn.Parameter(row.param.detach().clone()) for row in mine]
+    peer = torch.optim.AdamW([dict(params=theirs[:1], weight_decay=0.1), dict(params=theirs[1:], weight_decay=0.0)],
+                             lr=0.01, betas=(0.9, 0.95))
+    opt = tt.PerHeadMuon(mine, lr=0.01, clip=1e9)
+    for _ in range(5):
+        for row, q in zip(mine, theirs):
+            row.param.grad = q.grad = torch.randn(q.shape, generator=gen)
+        opt.step(), peer.step()
+    assert all(torch.allclose(row.param, q, atol=1e-6) for row, q in zip(mine, theirs))
+
+
+def test_clipping_is_global():
+    """Gradients of norm 10 act as if divided by 10; those below the limit are untouched."""
+    row = one_row(torch.zeros(2), "adamw")
+    opt = tt.PerHeadMuon([row], lr=0.1)
+    row.param.grad = torch.tensor([6.0, 8.0])
+    assert opt.step() == 10
+    assert torch.allclose(opt.state["mean"], 0.1 * torch.tensor([0.6, 0.8]))
+
+
+def test_schedule():
+    """200 steps, peak 1, floor 0.1: 0.5, 1.0, ..., 0.55 at step 101, 0.1 at the end; 50 steps warm up for one."""
+    assert [tt.schedule(s, 200) for s in (1, 2)] == [0.5, 1.0]
+    assert abs(tt.schedule(101, 200) - 0.55) < 1e-12 and abs(tt.schedule(200, 200) - 0.1) < 1e-12
+    assert tt.schedule(1, 50) == 1.0 and tt.schedule(1, 1) == 1.0 and tt.schedule(2, 2) == tt.FLOOR
+
+
+# ---- data
+
+
+def test_read_text(tmp_path):
+    """Whole files are held out where there are 20, else the end of the text; what is not UTF-8 stays out."""
+    for i in range(40):
+        (tmp_path / f"{i:02d}.txt").write_text(chr(65 + i % 26) * 10)
+    (tmp_path / "10a.bin").write_bytes(b"\xff\xfe\x00")
+    text, held = tt.read_text(tmp_path)
+    assert bytes(held) == b"T" * 10 + b"N" * 10 and len(text) == 380
+    one = tmp_path / "00.txt"
+    one.write_text("x" * 95 + "y" * 5)
+    assert [bytes(part) for part in tt.read_text(one)] == [b"x" * 95, b"y" * 5]
+    with pytest.raises(OSError):
+        tt.read_text(tmp_path / "missing")
+
+
+def test_batches_depend_on_seed_and_step_alone():
+    text = np.arange(256, dtype=np.uint8)
+    a, b, c = (tt.batch(text, 0, s, 4, 16) for s in (5, 5, 6))
+    assert torch.equal(a[0], b[0]) and not torch.equal(a[0], c[0])
+    assert torch.equal(a[0][:, 1:], a[1][:, :-1])
+    assert abs(tt.unigram_bits(text) - 8) < 1e-9
+
+
+# ---- the loop
+
+
+def tiny_run(monkeypatch, out, *args, steps=6):
+    monkeypatch.setitem(tt.PRESETS, "cpu", dict(
+        steps=steps, batch=2, length=24, lr=5e-3, log_every=2, val_every=3, save_every=2, val_windows=2, sample=8,
+        model=dict(num_hidden_layers=4)))
+    return tt.main(["--preset", "cpu", "--out", str(out), *map(str, args)])
+
+
+def log(out):
+    return [{k: v for k, v in row.items() if k != "tokens_per_s"} for row in tt.read_log(out)[1:]]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog; " * 60)
+    return path
+
+
+def test_run_and_resume(monkeypatch, tmp_path, text):
+    """Killed after step 4 and resumed: the log is the uninterrupted one's, bit for bit."""
+    assert tiny_run(monkeypatch, tmp_path / "a", "--data", text) is None
+    steps = [row for row in log(tmp_path / "a") if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6] and len(steps[0]["imbalance"]) == 3
+    save = tt.save_state
+
+    def die(path, **state):
+        save(path, **state)
+        if state["step"] == 4:
+            raise KeyboardInterrupt
+    monkeypatch.setattr(tt, "save_state", die)
+    with pytest.raises(KeyboardInterrupt):
+        tiny_run(monkeypatch, tmp_path / "b", "--data", text)
+    with open(tmp_path / "b" / "metrics.jsonl", "a") as f:
+        f.write('{"step": 5, "loss": 1.0, "a": {"b": 1}')         # torn by the kill
+    monkeypatch.setattr(tt, "save_state", save)
+    assert tiny_run(monkeypatch, tmp_path / "b", "--data", text, "--resume") is None
+    assert log(tmp_path / "a") == log(tmp_path / "b")
+    model, tokenizer = k3.load_model(tmp_path / "b" / "checkpoint"), k3.load_tokenizer(tmp_path / "b" / "checkpoint")
+    run, (_, held) = tt.read_log(tmp_path / "b")[0]["header"], tt.read_text(text)
+    bits = [row["val_bpb"] for row in log(tmp_path / "b") if "val_bpb" in row][-1]
+    assert abs(tt.bits_per_byte(model, held, run) / bits - 1) < 0.01      # weights are stored in BF16
+    assert tokenizer.encode("az") == [97, 122]
+
+
+@pytest.mark.parametrize("args", [
+    ["--data", "EMPTY"], ["--data", "SHORT"], ["--data", "MISSING"], ["--data", "BINARY"], ["--steps", "0"],
+    ["--set", "no_such_key=1"], ["--set", "num_experts_per_token=99"], ["--set", "hidden_act=relu"], ["--out", "FILE/x"],
+    ["--set", "vocab_size=200"], ["--resume"], ["--plot", "MISSING"]])
+def test_bad_input_is_one_sentence(monkeypatch, capsys, tmp_path, text, args):
+    """Exit status 2, one line on stderr."""
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "short").write_text("too short")
+    (tmp_path / "binary").write_bytes(bytes(range(256)) * 50)
+    names = {k: str(tmp_path / k.lower()) for k in ("EMPTY", "SHORT", "MISSING", "BINARY")} | {"FILE/x": str(text / "x")}
+    args = [names.get(a, a) for a in args]
+    if "--data" not in args:
+        args += ["--data", str(text)]
+    assert tiny_run(monkeypatch, tmp_path / "o", *args) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and len(err) < 400, err
+
+
+def test_resume_refuses_another_run(monkeypatch, capsys, tmp_path, text):
+    tiny_run(monkeypatch, tmp_path / "a", "--data", text, steps=2)
+    assert tiny_run(monkeypatch, tmp_path / "a", "--data", text, "--resume", "--seed", 1, steps=2) == 2
+    assert "seed" in capsys.readouterr().err
+    (tmp_path / "a" / "state.pt").write_bytes(b"garbage")
+    assert tiny_run(monkeypatch, tmp_path / "a", "--data", text, "--resume", steps=2) == 2
+
+
+def test_state_file_is_whole_or_old(tmp_path):
+    """A write that fails leaves the old file."""
+    path = tmp_path / "state.pt"
+    tt.save_state(path, run="{}", step=1)
+    with pytest.raises(TypeError):
+        tt.write_whole(path, "not bytes")
+    assert tt.load_state(path, {})["step"] == 1
+
+
+def test_repeated_token_stays_finite():
+    """Batches of one repeated token (collinear keys): 25 steps stay finite, the loss falls."""
+    model = tiny_model(num_nextn_predict_layers=0)
+    model.kernel = "fast"
+    balancer, optimizer = k3.Balancer(model), tt.PerHeadMuon(tt.param_table(model), lr=1e-2)
+    ids = torch.full((2, 24), 97)
+    step = tt.make_step(model.train(), balancer, optimizer, ids, ids)
+    losses = [step()[0].item() for _ in range(25)]
+    assert np.isfinite(losses).all() and losses[-1] < 0.1 * losses[0], losses
+
+
+def test_attn_res_weights():
+    """A fresh model's mixes are means over their sources; source counts follow the blocks."""
+    found = tt.attn_res_weights(tiny_model(num_nextn_predict_layers=0), torch.zeros(1, 8, dtype=torch.long))
+    assert [len(w) for w in found.values()] == [2, 2, 2, 2, 3, 3, 3, 3, 4, 4]
+    assert all(abs(x - 1 / len(w)) < 1e-6 for w in found.values() for x in w)
+
+
+def test_attn_res_weights_are_the_models():
+    """On one token the sources under the reported weights are what attention and feed-forward read."""
+    model, ids, record = tiny_model(num_nextn_predict_layers=0), torch.tensor([[7]]), {}
+    for name, p in model.named_parameters():
+        if "res_proj" in name:
+            torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(len(name)))
+    found = tt.attn_res_weights(model, ids)
+    model(ids, record=record)
+    for name, weights in found.items():
+        i, half = (name + " ").split(" ")[:2]
+        if half:
+            after = int(i) + (half != "attention")
+            *stored, running = (record["embed" if j == 0 else f"layers.{j - 1}.prefix_sum"] for j in [*range(0, after, 2), after])
+            running = running - (record[f"layers.{i}.ffn_out"] if half != "attention" else 0)
+            want = record[f"layers.{i}.{'attn' if half == 'attention' else 'ffn'}_in"]
+            got = sum(w * x for w, x in zip(weights, [*stored, running], strict=True))
+            assert torch.allclose(got, want, atol=1e-5), name
+
+
+# ---- the shapes task
+
+def parts(mask):
+    """The connected parts of a mask [H, W], each as its pixels [n, 2]."""
+    found, left = [], {tuple(pixel) for pixel in np.argwhere(mask)}
+    while left:
+        part = [left.pop()]
+        for y, x in part:
+            near = {(y + i, x + j) for i in (-1, 0, 1) for j in (-1, 0, 1)} & left
+            left -= near
+            part += near
+        found.append(np.array(part))
+    return found
+
+
+def name_of(part):
+    """The form, by the share of its box that it fills."""
+    fill = len(part) / (np.ptp(part, 0) + 1).prod()
+    return next(form for form, least in (
+        ("square", 0.95), ("circle", 0.65), ("triangle", 0.42), ("cross", 0)) if fill > least)
+
+
+@pytest.mark.parametrize("side", [56, 84])
+@pytest.mark.parametrize("shape", tt.FORMS)
+def test_pictures_show_what_the_answers_say(shape, side):
+    """Colour by the bright pixels' channels, count by their connected parts, shape by each part."""
+    rng = np.random.default_rng(0)
+    for colour in tt.COLOURS:
+        for count in "1234":
+            picture = tt.draw(rng, side, colour, shape, count)
+            bright = picture >= 192
+            inside = bright.any(-1)
+            assert (bright[inside] == np.array(tt.COLOURS[colour], bool)).all()
+            assert picture.dtype == np.uint8 and picture[~bright].max() < 64
+            assert [name_of(part) for part in parts(inside)] == [shape] * int(count)
+
+
+def test_answers_are_drawn_equally_often():
+    run = dict(side=56, classes=[3, 2, 4])
+    said = [(q, a) for _, q, a in tt.examples(np.random.default_rng(1), run, 900)]
+    for question, answers in tt.choices(run).items():
+        share = [said.count((question, a)) / 300 for a in answers]
+        assert np.allclose(share, 1 / len(answers), atol=0.1), (question, share)
+        assert math.isclose(sum(share), 1)
+
+
+def test_batch_is_what_the_command_line_makes():
+    """Patches as preprocess_image's, ids begin as generate --image's, labels are in place."""
+    run = dict(side=56, classes=[6, 4, 4], batch=6)
+    config = k3.K3Config.tiny(vt_num_hidden_layers=1)
+    pictures, questions, answers = zip(*tt.examples(np.random.default_rng(2), run, 6))
+    _, ids, labels, media = tt.shapes_batch(np.random.default_rng(2), config, run, "cpu")
+    pixels, grids = zip(*map(k3.preprocess_image, pictures))
+    assert torch.equal(media["pixel_values"], torch.cat(pixels))
+    assert torch.equal(media["grid_thws"], torch.stack(grids))
+    full = k3.expand_placeholders(ids, [4] * 6, config.media_placeholder_token_id)
+    assert full.shape == labels.shape
+    for row, label, question, answer in zip(full, labels, questions, answers):
+        n = int((label != -100).sum())
+        at = int((label != -100).nonzero()[0])
+        prompt = tt.BYTES.encode(k3.image_prompt(56, 56), control=True)
+        prompt[(p := prompt.index(265)):p + 1] = [265] * 4
+        assert row[:at + 1].tolist() == prompt + [*question.encode(), ord("?")]
+        assert label[at:at + n].tolist() == [*answer.encode(), 257]
+        assert row[at + 1:at + n].tolist() == [*answer.encode()] and (row[at + n:] == 266).all()
+
+
+def test_shapes_run_beats_chance(tmp_path, capsys):
+    """200 steps beat chance; log, figure and checkpoint are there; generating says the same."""
+    tt.main(["--task", "shapes", "--preset", "cpu", "--steps", "200", "--out", str(tmp_path)])
+    header, *rows = map(json.loads, open(tmp_path / "metrics.jsonl"))
+    last = [row for row in rows if "accuracy" in row][-1]
+    assert all(share > last["chance"][q] for q, share in last["accuracy"].items()), last
+    assert last["accuracy"]["colour"] > 0.8 and last["accuracy"]["shape"] > 0.7, last
+    assert all(0 < row["vision_grad_norm"] <= row["grad_norm"] for row in rows if "loss" in row)
+    assert (tmp_path / "shapes.png").stat().st_size > 10000
+
+    model, run = k3.load_model(tmp_path / "checkpoint"), {**header["header"], "batch": 12}
+    batch = tt.shapes_batch(np.random.default_rng(9), model.config, run, "cpu")
+    shares = tt.accuracy(model, [batch])
+    model.eval()
+    marks = {q: [] for q in shares}
+    drawn = tt.examples(np.random.default_rng(9), run, 12)
+    for pixels, (_, question, answer) in zip(batch[3]["pixel_values"].split(16), drawn):
+        prompt, _ = tt.conversation(model.config, 56, question, "")
+        said = "".join(k3.generate(model, tt.BYTES, prompt, 20, pixel_values=pixels,
+                                   grid_thws=torch.tensor([[1, 4, 4]])))
+        marks[question].append(said == answer)
+    assert shares == {q: sum(m) / len(m) for q, m in marks.items()}
+    capsys.readouterr()
+    k3.main(["generate", str(tmp_path / "checkpoint"), "--image", str(tmp_path / "picture.png"),
+             "--temperature", "0", "--prompt", "colour?"])
+    assert capsys.readouterr().out == "yellow\n"
+
+
+# ---- README.md
+
+README = (Path(k3.__file__).parent / "README.md").read_text(encoding="utf-8")
+SOURCE = Path(k3.__file__).read_text(encoding="utf-8")
+MODULES = {"k3": k3, "kernels": kernels, "train_tiny": tt}
+
+
+def tables():
+    """Rows of every table as dicts, column title -> cell."""
+    lines = [re.split(r"(?<!\\)\|", line)[1:-1] if line.startswith("|") else None for line in README.splitlines()]
+    head = None
+    for cells, following in zip(lines, [*lines[1:], None]):
+        if cells is None:
+            head = None
+        elif head is None:
+            head = [cell.strip() for cell in cells] if following else None
+        elif not set("".join(cells)) <= set(" :-"):
+            assert len(cells) == len(head), f"{len(cells)} cells under {head}: {cells}"
+            yield dict(zip(head, (cell.strip().replace(r"\|", "|") for cell in cells)))
+
+
+def quoted(cell):
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def named(name):
+    """What a dotted name means: in k3 unless it starts with another module's name."""
+    first, _, rest = name.partition(".")
+    start, path = (MODULES[first], rest) if first in MODULES else (k3, name)
+    return functools.reduce(getattr, path.split("."), start)
+
+
+@functools.cache
+def source(name):
+    return inspect.getsource(named(name))
+
+
+def tags(text):
+    """Equation numbers of `Eq. 5` and `Eqs. 8-10`."""
+    found = re.findall(r"Eqs?\. (\d+)(?:-(\d+))?", text)
+    return {n for first, last in found for n in range(int(first), int(last or first) + 1)}
+
+
+ROWS = [row for row in tables() if "code" in row]
+
+
+def test_readme_names_exist():
+    """Each name of a `code` column is defined; the maps are there and cover the 43 steps."""
+    assert sum("report" in row for row in ROWS) >= 25
+    steps = [int(n) for row in ROWS if "step" in row for n in row["step"].split(",")]
+    assert steps == list(range(1, 44))
+    for row in ROWS:
+        assert quoted(row["code"]), row
+        for name in quoted(row["code"]):
+            try:
+                named(name)
+            except AttributeError:
+                pytest.fail(f"README names {name}, which does not exist")
+
+
+def test_readme_lines_exist():
+    """Each code line that a map quotes stands in one of the functions named beside it."""
+    squeeze = lambda text: re.sub(r"\s+", "", text)
+    for row in ROWS:
+        sources = [squeeze(source(name)) for name in quoted(row["code"])]
+        for line in quoted(row.get("line", "")):
+            assert any(squeeze(line) in source for source in sources), f"{row['code']} does not contain {line}"
+
+
+def test_readme_equations_exist():
+    """Each tag is in k3.py, and a row's single `Eq. N` in the source of what the row names."""
+    assert tags(README) <= tags(SOURCE), f"not in k3.py: {sorted(tags(README) - tags(SOURCE))}"
+    for row in ROWS:
+        own = set().union(*(tags(source(name)) for name in quoted(row["code"])))
+        for n in re.findall(r"Eq\. (\d+)", row.get("report", "")):
+            assert int(n) in own, f"Eq. {n} does not stand in {row['code']}"
+
+
+def test_readme_tests_exist():
+    files = "".join(path.read_text(encoding="utf-8") for path in Path(k3.__file__).parent.glob("test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", README):
+        assert f"def {name}(" in files, f"README names {name}, which does not exist"
+
+
+def test_readme_hooks_record_what_trace_reads(saved, tmp_path, monkeypatch, capsys):
+    """The README's hooks, run on our own model: every tensor agrees, and one layer starts from the dump alone."""
+    monkeypatch.chdir(tmp_path)
+    [code] = re.findall(r"^```python\n(.*?)^```", README, re.S | re.M)
+    exec(code, {"model": saved[1], "input_ids": some_ids(1, 7)})
+    status, out, _ = run(capsys, "trace", saved[0], "--against", "theirs.safetensors")
+    assert status == 0 and "all 26 tensors agree" in out
+    one = ("--layers", "3:4", "--from", "theirs.safetensors", "--against", "theirs.safetensors")
+    assert "all 5 tensors agree" in run(capsys, "trace", saved[0], *one)[1]
+
+
+class Parsed(Exception):
+    """Raised in place of running a command."""
+
+
+def test_readme_commands_parse(monkeypatch):
+    """Each command of a sh block is one that the project's own parsers accept; none is run."""
+    parse = k3.OneLine.parse_args
+
+    def parse_only(self, *args):
+        parse(self, *args)
+        raise Parsed
+    monkeypatch.setattr(k3.OneLine, "parse_args", parse_only)
+    monkeypatch.setattr(k3, "device", str)             # a machine without a GPU can read `--device cuda`
+    monkeypatch.setattr(tt.torch.cuda, "is_available", lambda: True)
+    blocks, seen = re.findall(r"^```sh\n(.*?)^```", README, re.S | re.M), 0
+    for line in "".join(blocks).replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line.removeprefix("$ "), posix=True, punctuation_chars="|&;<>")
+        lexer.whitespace_split = True
+        words = [*lexer, "|"]                          # what follows a pipe or redirection is the shell's
+        for at, word in enumerate(words):
+            module = MODULES.get(Path(word).stem) if word.endswith(".py") else None
+            if module in (k3, tt):
+                end = next(i for i in range(at, len(words)) if set(words[i]) <= set("|&;<>"))
+                try:
+                    with pytest.raises(Parsed):
+                        module.main(words[at + 1:end])
+                except SystemExit:
+                    pytest.fail(f"README's command does not parse: {line}")
+                seen += 1
+    assert seen, "README has no commands"
 
 
 # ---- full size, when asked: python -m pytest -m large -s

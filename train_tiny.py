@@ -1,7 +1,9 @@
 """Train a toy Kimi K3 on real text: Per-Head Muon, Quantile Balancing, figures, a checkpoint.
 
     python train_tiny.py                 on the GPU if there is one, else the smaller CPU preset
-    python train_tiny.py --preset cpu    2 CPU cores: 2.2 minutes, 2.08 bits per held-out byte
+    python train_tiny.py --preset cpu    2 CPU cores: 2.2 minutes, 2.20 bits per held-out byte
+    python train_tiny.py --preset gpu    one H200: 84 s, 1.07 bits per held-out byte
+    python train_tiny.py --task shapes   learns to see: colour, shape and number of drawn shapes
     python train_tiny.py --plot out      the figures again, from out/metrics.jsonl
 
 A run leaves in --out (default out/): metrics.jsonl (a header, then one object a step), the figures,
@@ -25,26 +27,27 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")    # waiting CPU threads soon yi
 import numpy as np
 import torch
 
-from k3 import (Balancer, K3, K3Config, OneLine, attn_res_scores, f32, generate, load_tokenizer,
-                save_byte_tokenizer, save_checkpoint)
+from k3 import (attn_res_scores, Balancer, byte_tokenizer, CONTROL, f32, generate, image_prompt,
+                K3, K3Config, load_model, load_tokenizer, OneLine, preprocess_image,
+                save_checkpoint, Tokenizer)
 
 # ---- Settings ------------------------------------------------------------------------------------
 
 PRESETS = {     # what `model` leaves out is K3Config.tiny's
     "cpu": dict(
-        steps=150, batch=48, length=96, lr=5e-3,                    # 4608 tokens a step
-        log_every=10, val_every=50, save_every=50, val_windows=144, sample=200,
+        steps=120, batch=48, length=96, lr=5e-3,                    # 4608 tokens a step
+        log_every=10, val_every=40, save_every=40, val_windows=144, sample=200,
         model=dict(hidden_size=96, num_hidden_layers=6, intermediate_size=256,
                    linear_num_heads=3, num_attention_heads=3, q_lora_rank=64,
                    moe_intermediate_size=64, routed_expert_hidden_size=64)),
     "gpu": dict(
-        steps=600, batch=32, length=1024, lr=3e-3,                  # 32,768 tokens a step
-        log_every=20, val_every=200, save_every=200, val_windows=256, sample=400,
-        model=dict(hidden_size=512, num_hidden_layers=12, intermediate_size=1536,
-                   attn_res_block_size=4, linear_num_heads=8, linear_head_dim=64,
-                   num_attention_heads=8, q_lora_rank=256, kv_lora_rank=128, qk_nope_head_dim=64,
+        steps=1500, batch=16, length=512, lr=4e-3,                  # 8192 tokens a step
+        log_every=50, val_every=300, save_every=300, val_windows=256, sample=400,
+        model=dict(hidden_size=256, num_hidden_layers=8, intermediate_size=768,
+                   attn_res_block_size=4, linear_num_heads=4, linear_head_dim=64,
+                   num_attention_heads=4, q_lora_rank=128, kv_lora_rank=64, qk_nope_head_dim=64,
                    qk_rope_head_dim=32, v_head_dim=64, num_experts=64, num_experts_per_token=8,
-                   moe_intermediate_size=128, routed_expert_hidden_size=256)),
+                   moe_intermediate_size=64, routed_expert_hidden_size=128)),
 }
 FLOOR = 0.1           # the cosine ends at this share of the peak learning rate
 HELD_OUT = 20         # every 20th file, or the last 20th of a text, is for validation
@@ -386,6 +389,8 @@ def plot(folder):
     import matplotlib.pyplot as plt
     rows, paths = read_log(folder), []
     header = rows[0]["header"]
+    if header.get("task") == "shapes":
+        return [plot_shapes(folder)]
     for draw, key, title, xlabel, ylabel in (
             (draw_loss, "loss", "Loss", "step", "bits per byte"),
             (draw_imbalance, "imbalance", "Load of the MoE layers", "step", "largest load / mean"),
@@ -450,7 +455,8 @@ def draw_sources(ax, steps, mixes, header, rows):
 
 def settings(args):
     """(config, run): the model, and everything a resumed run must have in common with the first."""
-    run = dict(preset=args.preset, **PRESETS[args.preset], seed=args.seed, balance=args.balance,
+    preset = (SHAPES if args.task == "shapes" else PRESETS)[args.preset]
+    run = dict(task=args.task, preset=args.preset, **preset, seed=args.seed, balance=args.balance,
                optimizer=args.optimizer)
     config = K3Config.tiny(**{**run.pop("model"), **dict(map(key_value, args.set))})
     run["steps"] = run["steps"] if args.steps is None else args.steps
@@ -486,6 +492,8 @@ def train(args):
     run["data"] = f"{len(text)} bytes, CRC {zlib.crc32(text):08x}"
     out.mkdir(parents=True, exist_ok=True)
 
+    if device == "cuda":       # its backward adds in no fixed order: no two runs would agree
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
     model = K3(config, seed=args.seed).to(device).train()
     model.kernel, model.compute_dtype = "fast", torch.bfloat16 if device == "cuda" else None
     balancer = Balancer(model, args.balance)
@@ -556,8 +564,7 @@ def train(args):
 def finish(model, out, prompt, run):
     """Checkpoint, sample, figures, and the numbers that sum the run up."""
     folder = out / "checkpoint"
-    save_checkpoint(model, folder, experts="bf16")    # not trained for MXFP4's rounding
-    save_byte_tokenizer(folder)
+    save_checkpoint(model, folder, "bf16", byte_tokenizer())    # not trained for MXFP4's rounding
     sample = "".join(generate(model, load_tokenizer(folder), prompt, run["sample"], temperature=0.8,
                               seed=run["seed"]))
     print(f"---- held-out text, | and a sample that continues it ----\n{prompt}|{sample}\n----")
@@ -572,10 +579,222 @@ def finish(model, out, prompt, run):
     print(f"validation {bits:.3f} bits per byte; entropy of single bytes "
           f"{rows[0]['header']['unigram_bits']:.3f}")
 
+# ---- Shapes: a toy that learns to see  [§2.4] ----------------------------------------------------
+
+SHAPES = {      # what `model` leaves out is K3Config.tiny's
+    "cpu": dict(
+        steps=500, batch=30, lr=2e-3, side=56, classes=[4, 2, 3],      # colours, shapes, counts
+        log_every=10, val_every=50, val_batches=10,
+        model=dict(num_hidden_layers=2, num_experts=8, num_experts_per_token=2,
+                   vt_num_hidden_layers=2)),
+    "gpu": dict(
+        steps=1100, batch=96, lr=2e-3, side=84, classes=[6, 4, 4],
+        log_every=25, val_every=100, val_batches=20,
+        model=dict(hidden_size=128, num_hidden_layers=3, intermediate_size=384,
+                   linear_num_heads=4, num_attention_heads=4, q_lora_rank=64,
+                   moe_intermediate_size=64, routed_expert_hidden_size=64,
+                   vt_num_hidden_layers=3, vt_hidden_size=128, vt_intermediate_size=512,
+                   vt_num_attention_heads=4, qkv_hidden_size=128)),
+}
+COLOURS = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "yellow": (1, 1, 0),
+           "purple": (1, 0, 1), "white": (1, 1, 1)}
+FORMS = {       # whether x (to the right), y (down) in -1 ... 1 is inside
+    "square": lambda x, y: (abs(x) < 1) & (abs(y) < 1),
+    "cross": lambda x, y: (abs(x) < 0.15) | (abs(y) < 0.15),
+    "circle": lambda x, y: x * x + y * y < 1,
+    "triangle": lambda x, y: 2 * abs(x) < y + 1}
+BYTES = Tokenizer({bytes([b]): b for b in range(256)}, {n: i for i, n in enumerate(CONTROL, 256)})
+
+
+def choices(run):
+    """The possible answers to each question; they are drawn equally often."""
+    every = {"colour": list(COLOURS), "shape": list(FORMS), "count": list("1234")}
+    return {question: answers[:n] for (question, answers), n in zip(every.items(), run["classes"])}
+
+
+def draw(rng, side, colour, shape, count):
+    """A picture [side, side, 3] uint8: noise below 64, shapes 192 brighter that do not touch.
+
+    They are so small (radius side/8 ... side/7) that three always leave room for a fourth.
+    """
+    noise = np.frombuffer(rng.bytes(side * side * 3), np.uint8) & 63
+    picture, placed = noise.reshape(side, side, 3), []
+    paint = np.uint8(192) * np.array(COLOURS[colour], np.uint8)
+    while len(placed) < int(count):
+        r = rng.uniform(side / 8, side / 7)
+        x, y = rng.uniform(r, side - 1 - r, 2)
+        if all(max(abs(x - a), abs(y - b)) > r + s + 2 for a, b, s in placed):
+            placed.append((x, y, r))
+            part = picture[int(y - r):int(y + r) + 1, int(x - r):int(x + r) + 1]     # a view
+            v, u = (np.arange(n) + int(c - r) - c for n, c in zip(part.shape, (y, x)))
+            part[FORMS[shape](u / r, v[:, None] / r)] += paint
+    return picture
+
+
+def examples(rng, run, n):
+    """n pictures, with the questions in turn and their answers."""
+    every = choices(run)
+    for i in range(n):
+        truth = {kind: answers[rng.integers(len(answers))] for kind, answers in every.items()}
+        question = list(every)[i % len(every)]
+        yield draw(rng, run["side"], **truth), question, truth[question]
+
+
+def conversation(config, side, question, answer):
+    """ids that begin as `k3.py generate --image` has them, and labels with the picture merged in.
+
+    Only the answer and the end token have labels.
+    """
+    ids = BYTES.encode(image_prompt(side, side), control=True) + BYTES.encode(question + "?")
+    labels = [*BYTES.encode(answer), config.eos_token_id]
+    grown = (side // config.patch_size) ** 2 // math.prod(config.merge_kernel_size) - 1
+    return ids + labels[:-1], [-100] * (len(ids) + grown - 1) + labels
+
+
+def cut_patches(pictures, p):
+    """pixel_values and grid_thws of [n, side, side, 3] uint8, each as preprocess_image cuts it."""
+    n, g = len(pictures), pictures.shape[1] // p
+    x = pictures.view(n, g, p, g, p, 3).permute(0, 1, 3, 5, 2, 4).reshape(-1, 3, p, p)
+    return {"pixel_values": (x / 255 - 0.5) / 0.5, "grid_thws": torch.tensor([[1, g, g]] * n)}
+
+
+def shapes_batch(rng, config, run, device):
+    """Questions, ids, labels and media of run["batch"] new examples; padding is on the right."""
+    pictures, questions, answers = zip(*examples(rng, run, run["batch"]))
+    rows = zip(*(conversation(config, run["side"], *qa) for qa in zip(questions, answers)))
+    pad = lambda part, fill: torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(row) for row in part], batch_first=True, padding_value=fill).to(device)
+    ids, labels = map(pad, rows, (config.pad_token_id, -100))
+    pictures = torch.from_numpy(np.stack(pictures)).to(device)
+    return questions, ids, labels, cut_patches(pictures, config.patch_size)
+
+
+@torch.no_grad()
+def accuracy(model, batches):
+    """Share of each question's greedy answers that are right to the last byte, and end there.
+
+    They are where each byte is the likeliest after the right ones before it: one forward pass over
+    prompt and answer tells, without generating.
+    """
+    marks = {}
+    model.eval()
+    for questions, ids, labels, media in batches:
+        right = (model(ids, **media).argmax(-1) == labels) | (labels == -100)
+        for question, mark in zip(questions, right.all(1).tolist()):
+            marks.setdefault(question, []).append(mark)
+    model.train()
+    return {question: sum(given) / len(given) for question, given in marks.items()}
+
+
+def train_shapes(args):
+    """One run, from drawing to a checkpoint that answers questions about a picture."""
+    if args.data or args.resume:
+        raise ValueError("--task shapes draws its data and runs in one go: no --data, no --resume")
+    (config, run), out, began = settings(args), Path(args.out), time.perf_counter()
+    if not config.vt_num_hidden_layers or config.patch_size != 14:
+        raise ValueError("--task shapes needs a vision tower, with patches of 14 pixels")
+    device, steps = "cuda" if args.preset == "gpu" else "cpu", run["steps"]
+    out.mkdir(parents=True, exist_ok=True)
+
+    model = K3(config, seed=args.seed).to(device).train()
+    model.kernel, model.compute_dtype = "fast", torch.bfloat16 if device == "cuda" else None
+    balancer, table = Balancer(model, args.balance), param_table(model, args.optimizer)
+    optimizer = PerHeadMuon(table, run["lr"], dtype=model.compute_dtype)
+    fresh = lambda *seed: np.random.default_rng([args.seed, *seed])
+    held = [shapes_batch(fresh(0, i), config, run, device) for i in range(run["val_batches"])]
+    chance = {question: 1 / len(answers) for question, answers in choices(run).items()}
+    header = {**circumstances(device), **run, "chance": chance}
+    write_whole(out / "metrics.jsonl", (json.dumps({"header": header}) + "\n").encode())
+    size = lambda module: sum(t.numel() for t in module.parameters())
+    print(f"{size(model):,} parameters, {size(model.vision_tower):,} of them in the vision tower; "
+          f"{header['hardware']}")
+
+    names = ["loss", *["mtp_loss"] * config.num_nextn_predict_layers,
+             "grad_norm", "vision_grad_norm"]
+    numbers, clock = [], time.perf_counter()
+    for step in range(1, steps + 1):
+        _, ids, labels, media = shapes_batch(fresh(step), config, run, device)
+        lr = run["lr"] * schedule(step, steps)
+        optimizer.lr.fill_(lr)
+        optimizer.zero_grad()
+        balancer.start()
+        loss, parts = model.loss(ids, labels, **media)
+        loss.backward()
+        balancer.finish()
+        vision = torch.nn.utils.get_total_norm([p.grad for p in model.vision_tower.parameters()])
+        line = torch.stack([*parts.values(), optimizer.step(), vision])
+        numbers.append(torch.cat([line, balancer.imbalance()]) if balancer.layers else line)
+        if step % run["log_every"] and step != steps:
+            continue
+
+        numbers = torch.stack(numbers).tolist()
+        speed = round(len(numbers) * run["batch"] / (time.perf_counter() - clock))
+        rows = [dict(step=step - len(numbers) + i, **dict(zip(names, line)), pictures_per_s=speed,
+                     imbalance=line[len(names):]) for i, line in enumerate(numbers, 1)]
+        rows[-1]["lr"] = lr
+        report = f"step {step:4d}/{steps}  loss {numbers[-1][0]:.3f}  {speed:,} pictures/s"
+        if step % run["val_every"] == 0 or step == steps:
+            shares = accuracy(model, held)
+            rows.append({"step": step, "accuracy": shares, "chance": chance})
+            report += "  held out" + "".join(f"  {q} {a:.1%}" for q, a in shares.items())
+        with open(out / "metrics.jsonl", "a") as f:
+            f.writelines(json.dumps(row) + "\n" for row in rows)
+        print(report, flush=True)
+        numbers, clock = [], time.perf_counter()
+    finish_shapes(model, run, out)
+    print(f"{time.perf_counter() - began:.0f} s in all")
+
+
+def finish_shapes(model, run, out):
+    """Checkpoint, figure, a picture with what the saved model says about it, and the accuracy."""
+    from matplotlib.image import imsave
+    folder, file = out / "checkpoint", out / "picture.png"
+    save_checkpoint(model, folder, "bf16", byte_tokenizer())
+    truth = {question: answers[-1] for question, answers in choices(run).items()}
+    imsave(file, draw(np.random.default_rng(run["seed"]), run["side"], **truth))
+    saved, tokenizer = load_model(folder), load_tokenizer(folder)
+    pixels, grid = preprocess_image(file)
+    last = [row for row in read_log(out) if "accuracy" in row][-1]
+    print(f"figure {plot_shapes(out)}\ncheckpoint {folder}, which says about {file}:")
+    for question, drawn in truth.items():
+        prompt, _ = conversation(model.config, run["side"], question, "")
+        said = generate(saved, tokenizer, prompt, 20, pixel_values=pixels, grid_thws=grid[None])
+        print(f"  {question}? {''.join(said)!r}, drawn as {drawn!r}; of held-out answers "
+              f"{last['accuracy'][question]:.1%} right, by chance {last['chance'][question]:.1%}")
+
+
+def plot_shapes(folder):
+    """Accuracy and chance, the loss, and the vision tower's gradient norm, from metrics.jsonl."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    rows, path = read_log(folder), Path(folder) / "shapes.png"
+    header, checks = rows[0]["header"], [row for row in rows if "accuracy" in row]
+    fig, (share, *others) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    for i, (question, chance) in enumerate(header["chance"].items()):
+        share.plot([row["step"] for row in checks], [row["accuracy"][question] for row in checks],
+                   "o-", color=f"C{i}", label=f"{question}?")
+        share.axhline(chance, color=f"C{i}", ls="--", lw=0.8)
+    share.set(title="Right answers", xlabel="step", ylabel="share, held out (dashed: chance)",
+              ylim=(0, 1.02))
+    share.legend()
+    for ax, key, title, ylabel in (
+            (others[0], "loss", "Loss on the answers", "nats per byte"),
+            (others[1], "vision_grad_norm", "Vision tower's gradient", "norm")):
+        ax.semilogy(*zip(*((row["step"], row[key]) for row in rows if key in row)), lw=0.7)
+        ax.set(title=title, xlabel="step", ylabel=ylabel)
+    fig.supxlabel("{command}\n{hardware}, seed {seed}, commit {commit}".format(**header),
+                  fontsize=6)
+    fig.savefig(path, dpi=150)
+    plt.close(fig)
+    return path
+
 
 def main(argv=None):
     ap = OneLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = ap.add_argument
+    add("--task", choices=("text", "shapes"), default="text",
+        help="text: predict the next byte; shapes: answer questions about drawn pictures")
     add("--preset", choices=PRESETS, default="gpu" if torch.cuda.is_available() else "cpu")
     add("--steps", type=int, metavar="N", help="optimizer steps (default: the preset's)")
     add("--data", metavar="PATH", help="UTF-8 file or folder (default: Python's standard library)")
@@ -589,7 +808,10 @@ def main(argv=None):
     add("--plot", metavar="DIR", help="only draw the figures of DIR/metrics.jsonl again")
     args = ap.parse_args(argv)
     try:
-        print(*plot(args.plot)) if args.plot else train(args)
+        if args.plot:
+            print(*plot(args.plot))
+        else:
+            train_shapes(args) if args.task == "shapes" else train(args)
     except (ValueError, OSError) as error:
         print(f"train_tiny.py: {error}", file=sys.stderr)
         return 2
