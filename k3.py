@@ -715,7 +715,7 @@ def attn_res(sources, query, norm_weight, eps):
     """
     up = f32(sources)
     p = attn_res_scores(up, query, norm_weight, eps).softmax(-1)
-    return (p.unsqueeze(-2) @ up).squeeze(-2).to(sources.dtype)    # Eq. 9
+    return (p.unsqueeze(-1) * up).sum(-2).to(sources.dtype)        # Eq. 9
 
 
 def attn_res_blocks(blocks, queries, norm_weights, eps):
