@@ -15,6 +15,7 @@ import random
 import re
 import resource
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -2461,6 +2462,53 @@ def test_run_and_resume(monkeypatch, tmp_path, text):
     bits = [row["val_bpb"] for row in log(tmp_path / "b") if "val_bpb" in row][-1]
     assert abs(tt.bits_per_byte(model, held, run) / bits - 1) < 0.01      # weights are stored in BF16
     assert tokenizer.encode("az") == [97, 122]
+
+
+RANK = """
+import sys, pytest, torch, train_tiny as tt
+from test_k3 import tiny_run
+finish, tensors = tt.PerHeadMuon.step, {}
+def step(self):
+    tensors.update({row.name: row.param for row in self.table})
+    return finish(self)
+tt.PerHeadMuon.step = step
+start = tt.Balancer.start
+def started(self):
+    tensors.update({f"bias {i}": moe.gate.e_score_correction_bias for i, moe in enumerate(self.layers)})
+    return start(self)
+tt.Balancer.start = started
+with pytest.MonkeyPatch.context() as patch:
+    status = tiny_run(patch, sys.argv[1], *sys.argv[3:], steps=3)
+torch.save({name: t.detach() for name, t in tensors.items()}, sys.argv[2])
+sys.exit(status)
+"""
+
+
+def two_ranks(out, folder, *args):
+    """What torchrun does: two processes that meet over a port; stdout and exit status of each."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", OMP_NUM_THREADS="1")
+    ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(out), f"{folder}/{r}.pt", *map(str, args)], text=True,
+                              env={**env, "RANK": str(r)}, stdout=subprocess.PIPE, cwd=os.path.dirname(k3.__file__))
+             for r in range(2)]
+    return [(p.communicate(timeout=60)[0], p.returncode) for p in ranks]
+
+
+def test_data_parallel_is_one_process(monkeypatch, tmp_path, text):
+    """Two processes share out one process's batches: its losses to rounding, one log; their weights and biases are the same bits."""
+    tiny_run(monkeypatch, tmp_path / "one", "--data", text, steps=3)
+    (said, status), (silent, other) = two_ranks(tmp_path / "two", tmp_path, "--data", text)
+    assert (status, other, silent) == (0, 0, "") and "2 x CPU" in said
+    alone, shared = ([row for row in log(tmp_path / out) if "loss" in row] for out in ("one", "two"))
+    assert len(alone) == len(shared) == 3
+    for a, b in zip(alone, shared):
+        assert abs(a["loss"] / b["loss"] - 1) < 1e-5 and abs(a["grad_norm"] / b["grad_norm"] - 1) < 1e-3, (a, b)
+        assert a["imbalance"] == b["imbalance"]        # of all tokens, not of a rank's share
+    first, second = (torch.load(tmp_path / f"{r}.pt") for r in range(2))
+    assert first.keys() == second.keys() and all(torch.equal(t, second[name]) for name, t in first.items())
+    assert all(first[f"bias {i}"].any() for i in range(3))
 
 
 @pytest.mark.parametrize("args", [

@@ -5,6 +5,7 @@
     python train_tiny.py --preset gpu    one H200: 84 s, 1.07 bits per held-out byte
     python train_tiny.py --task shapes   learns to see: colour, shape and number of drawn shapes
     python train_tiny.py --plot out      the figures again, from out/metrics.jsonl
+    torchrun --nproc-per-node 2 train_tiny.py      data parallel: the same batches, shared out
 
 A run leaves in --out (default out/): metrics.jsonl (a header, then one object a step), the figures,
 state.pt (what --resume continues from) and checkpoint/ in the released layout.
@@ -26,9 +27,10 @@ from typing import NamedTuple
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")    # waiting CPU threads soon yield a shared core
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from k3 import (attn_res_scores, Balancer, byte_tokenizer, CONTROL, f32, generate, image_prompt,
-                K3, K3Config, load_model, load_tokenizer, OneLine, preprocess_image,
+                K3, K3Config, load_model, load_tokenizer, OneLine, pool, preprocess_image, ranks,
                 save_checkpoint, Tokenizer)
 
 # ---- Settings ------------------------------------------------------------------------------------
@@ -254,12 +256,35 @@ def schedule(step, steps):
         return step / warm
     return FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * (step - warm) / (steps - warm))) / 2
 
-# ---- One step, as a function or as a CUDA graph --------------------------------------------------
+# ---- One step, as a function or as a CUDA graph; data parallel -----------------------------------
+
+
+def rank():
+    """Which of the ranks() processes this is: 0 is the one that writes and prints."""
+    return dist.get_rank() if ranks() > 1 else 0
+
+
+def join_ranks(device):
+    """Meets the other processes that torchrun started, each with a GPU of its own."""
+    if device == "cuda":
+        local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if local >= gpus:
+            raise ValueError(f"process {local} of this machine has no GPU: there are {gpus}")
+        torch.cuda.set_device(local)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+
+
+def average(tensors):
+    """Means over ranks in place, with one all-reduce. Sums are the same bits on every rank."""
+    if ranks() > 1:
+        torch._foreach_div_(tensors, ranks())
+        pool(tensors)
 
 
 def make_step(model, balancer, optimizer, ids, labels):
     """A function that trains on whatever the tensors ids and labels hold when it is called.
 
+    They are this rank's share of the batch: losses, gradients and counts are pooled over ranks.
     It returns one vector on the device: [losses, gradient norm, imbalance of each MoE layer].
     """
     def step():
@@ -267,6 +292,7 @@ def make_step(model, balancer, optimizer, ids, labels):
         balancer.start()
         loss, parts = model.loss(ids, labels)
         loss.backward()
+        average([*parts.values(), *(p.grad for p in model.parameters() if p.grad is not None)])
         balancer.finish()
         numbers = torch.stack([*parts.values(), optimizer.step()])
         return torch.cat([numbers, balancer.imbalance()]) if balancer.layers else numbers
@@ -286,7 +312,7 @@ def capture(step, state, warm_up=3):
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):    # NCCL's watchdog may go on
         numbers = step()
     for t, old in zip(state, saved):
         t.copy_(old)
@@ -341,8 +367,10 @@ def circumstances(device):
     except (OSError, subprocess.CalledProcessError):
         commit = "unknown"
     cpu = f"CPU, {torch.get_num_threads()} threads"
-    return dict(command=" ".join(["python train_tiny.py", *sys.argv[1:]]), commit=commit,
-                hardware=torch.cuda.get_device_name() if device == "cuda" else cpu,
+    one = torch.cuda.get_device_name() if device == "cuda" else cpu
+    start = f"torchrun --nproc-per-node {ranks()}" if ranks() > 1 else "python"
+    return dict(command=" ".join([start, "train_tiny.py", *sys.argv[1:]]), commit=commit,
+                hardware=f"{ranks()} x {one}" if ranks() > 1 else one,
                 python=platform.python_version(), torch=torch.__version__)
 
 # ---- Diagnostics ---------------------------------------------------------------------------------
@@ -481,7 +509,10 @@ def key_value(pair):
 
 
 def train(args):
-    """One run, from data to checkpoint and figures."""
+    """One run, from data to checkpoint and figures; under torchrun, rank 0's part and the others'.
+
+    All ranks draw the same batch and take their share of it. Only rank 0 looks, writes and prints.
+    """
     (config, run), out, began = settings(args), Path(args.out), time.perf_counter()
     device = "cuda" if args.preset == "gpu" else "cpu"
     size, length, steps = run["batch"], run["length"], run["steps"]
@@ -489,7 +520,11 @@ def train(args):
     if len(text) <= size * length or len(held) <= length:
         raise ValueError(f"--data {args.data}: {len(text) + len(held)} bytes of text are too few, "
                          f"a batch takes {size} x {length} and a {HELD_OUT}th is held out")
+    if size % ranks():
+        raise ValueError(f"a batch of {size} windows cannot be shared out to {ranks()} processes")
     run["data"] = f"{len(text)} bytes, CRC {zlib.crc32(text):08x}"
+    share = size // ranks()
+    mine = slice(rank() * share, (rank() + 1) * share)
     out.mkdir(parents=True, exist_ok=True)
 
     if device == "cuda":       # its backward adds in no fixed order: no two runs would agree
@@ -512,11 +547,14 @@ def train(args):
         model.load_state_dict(state["model"])
         for name, t in state["optimizer"].items():
             optimizer.state[name].copy_(t)
-    write_whole(out / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
-    print(f"{sum(t.numel() for t in model.parameters()):,} parameters, {header['hardware']}; "
-          f"{len(text):,} bytes to train on, entropy of a byte {header['unigram_bits']:.3f} bits")
+    if rank() == 0:
+        log = "".join(json.dumps(row) + "\n" for row in rows)
+        write_whole(out / "metrics.jsonl", log.encode())
+        print(f"{sum(t.numel() for t in model.parameters()):,} parameters, {header['hardware']}; "
+              f"{len(text):,} bytes to train on, entropy of a byte "
+              f"{header['unigram_bits']:.3f} bits")
 
-    ids, labels = (torch.zeros(size, length, dtype=torch.long, device=device) for _ in range(2))
+    ids, labels = (torch.zeros(share, length, dtype=torch.long, device=device) for _ in range(2))
     run_step = make_step(model, balancer, optimizer, ids, labels)
     if device == "cuda" and not args.no_cuda_graph:
         run_step = capture(run_step, [*model.state_dict().values(), *optimizer.state.values()])
@@ -524,10 +562,10 @@ def train(args):
     numbers, clock = [], time.perf_counter()
     for step in range(start + 1, steps + 1):
         for static, new in zip((ids, labels), batch(text, args.seed, step, size, length)):
-            static.copy_(new)
+            static.copy_(new[mine])
         lr = run["lr"] * schedule(step, steps)
         optimizer.lr.fill_(lr)
-        look = step % run["log_every"] == 0 or step == steps
+        look = rank() == 0 and (step % run["log_every"] == 0 or step == steps)
         before = [row.param.detach().clone() for row in heads] if look else None
         numbers.append(run_step().clone())
         if not look:
@@ -555,6 +593,8 @@ def train(args):
         print(report, flush=True)
         numbers, clock = [], time.perf_counter()
 
+    if rank():
+        return
     middle = len(held) // 2
     prompt = bytes(held[middle:middle + 64]).decode(errors="ignore").strip()
     finish(model.eval(), out, prompt or "def", run)
@@ -688,8 +728,9 @@ def accuracy(model, batches):
 
 def train_shapes(args):
     """One run, from drawing to a checkpoint that answers questions about a picture."""
-    if args.data or args.resume:
-        raise ValueError("--task shapes draws its data and runs in one go: no --data, no --resume")
+    if args.data or args.resume or ranks() > 1:
+        raise ValueError("--task shapes draws its data and runs in one go and in one process: "
+                         "no --data, no --resume, no torchrun")
     (config, run), out, began = settings(args), Path(args.out), time.perf_counter()
     if not config.vt_num_hidden_layers or config.patch_size != 14:
         raise ValueError("--task shapes needs a vision tower, with patches of 14 pixels")
@@ -810,11 +851,17 @@ def main(argv=None):
     try:
         if args.plot:
             print(*plot(args.plot))
-        else:
-            train_shapes(args) if args.task == "shapes" else train(args)
+            return
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            join_ranks("cuda" if args.preset == "gpu" else "cpu")
+        train_shapes(args) if args.task == "shapes" else train(args)
     except (ValueError, OSError) as error:
-        print(f"train_tiny.py: {error}", file=sys.stderr)
+        if rank() == 0 or isinstance(error, OSError):    # a wrong argument is wrong on every rank
+            print(f"train_tiny.py: {error}", file=sys.stderr)
         return 2
+    finally:
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":
