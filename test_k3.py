@@ -2466,6 +2466,7 @@ def test_run_and_resume(monkeypatch, tmp_path, text):
 
 RANK = """
 import sys, pytest, torch, train_tiny as tt
+tt.plot = lambda out: []
 from test_k3 import tiny_run
 finish, tensors = tt.PerHeadMuon.step, {}
 def step(self):
@@ -2511,10 +2512,72 @@ def test_data_parallel_is_one_process(monkeypatch, tmp_path, text):
     assert all(first[f"bias {i}"].any() for i in range(3))
 
 
+def comparison(out):
+    result = json.loads((out / "compare.json").read_text())
+    return result, {name: [row for row in log(out / name) if "loss" in row] for name in result["runs"]}
+
+
+def test_fixed_scores():
+    """896 experts, top 16: both quantiles under 1.4 within ten updates, a sign step slow or oscillating, counts pooled."""
+    found = tt.fixed_scores()
+    exact, histogram, coarse, fine = found["curves"].values()
+    assert 50 < exact[0] == histogram[0] == coarse[0] == fine[0] <= 56
+    assert max(exact[-1], histogram[-1]) < 1.4 and len(exact) == 11
+    first = next(i for i, x in enumerate(fine) if x < 1.4)
+    assert 150 < first < 200 and min(coarse[-20:]) > 2 and np.ptp(coarse[-20:]) > 0.1, first
+    assert found["shards"]["pooled"][-1] < 1.4 and found["shards"]["averaged"][-1] > 5
+    assert all(error < width for _, width, error in found["bins"]) and [b[0] for b in found["bins"]] == [100, 300, 1000, 3000]
+
+
+def test_compare_balance(monkeypatch, capsys, tmp_path, text):
+    """Every choice starts from the same weights and batches; table, JSON and figures, which --plot makes again."""
+    few = tt.fixed_scores(m=32, n=8, k=2, shards=2, bins=(10, 20))
+    monkeypatch.setattr(tt, "fixed_scores", lambda: few)
+    assert tiny_run(monkeypatch, tmp_path, "--data", text, "--compare", "balance", "--steps", 3) is None
+    table = capsys.readouterr().out
+    result, rows = comparison(tmp_path)
+    assert list(rows) == ["qb", "qb-exact", "sign-0.01", "sign-0.001", "sign-0.0001", "none"] == result["drawn"]
+    assert all(f"\n{name} " in table for name in rows) and "below_1.5_from" in table
+    assert len({row[0]["loss"] for row in rows.values()}) == 1 and len({str(row[2]["imbalance"]) for row in rows.values()}) > 2
+    made = [tmp_path / "compare.png", tmp_path / "fixed_scores.png"]
+    for path in made:
+        path.unlink()
+    assert tt.main(["--plot", str(tmp_path)]) is None and all(path.stat().st_size > 10000 for path in made)
+
+
+def test_compare_optimizer(monkeypatch, tmp_path, text):
+    """Each optimizer at every rate of the sweep, the best one drawn; whole-matrix Muon has the wider spread of heads."""
+    monkeypatch.setattr(tt, "SWEEP", (0.5, 1))
+    assert tiny_run(monkeypatch, tmp_path, "--data", text, "--compare", "optimizer", "--steps", 2) is None
+    result, rows = comparison(tmp_path)
+    assert [name.rsplit("-", 1)[0] for name in rows] == ["per-head-muon"] * 2 + ["muon"] * 2 + ["adamw"] * 2
+    assert [name.rsplit("-", 1)[0] for name in result["drawn"]] == ["per-head-muon", "muon", "adamw"]
+    for name in result["drawn"]:
+        others = [run["val_bpb"] for other, run in result["runs"].items() if other.startswith(name.rsplit("-", 1)[0])]
+        assert result["runs"][name]["val_bpb"] == min(others)
+    spread = {name.rsplit("-", 1)[0]: result["runs"][name]["head_spread"] for name in result["drawn"]}
+    assert spread["per-head-muon"] < 1.2 < spread["muon"], spread
+    assert all(run["optimizer_ms"] > 0 for run in result["runs"].values())
+
+
+@pytest.mark.parametrize("what, names", [
+    ("attn-res", ["attn-res", "plain-residual"]), ("latent-norm", ["norm", "no-norm"]), ("situ", ["situ", "swiglu"]),
+    ("decay", ["bounded", "softplus"]), ("q_lora_rank=null,16", ["q_lora_rank=null", "q_lora_rank=16"])])
+def test_compare_switch(monkeypatch, tmp_path, text, what, names):
+    """The report's switches by name, and any other key; the largest activations are in every log."""
+    assert tiny_run(monkeypatch, tmp_path, "--data", text, "--compare", what, "--steps", 1) is None
+    result, rows = comparison(tmp_path)
+    assert list(rows) == names and (tmp_path / "compare.png").exists()
+    assert all(row[0]["largest_activation"] > 0 and row[0]["largest_routed"] > 0 for row in rows.values())
+    assert len({row[0]["loss"] for row in rows.values()}) == 2
+
+
 @pytest.mark.parametrize("args", [
     ["--data", "EMPTY"], ["--data", "SHORT"], ["--data", "MISSING"], ["--data", "BINARY"], ["--steps", "0"],
     ["--set", "no_such_key=1"], ["--set", "num_experts_per_token=99"], ["--set", "hidden_act=relu"], ["--out", "FILE/x"],
-    ["--set", "vocab_size=200"], ["--resume"], ["--plot", "MISSING"]])
+    ["--set", "vocab_size=200"], ["--resume"], ["--plot", "MISSING"],
+    ["--lr", "0"], ["--gamma", "nan"], ["--compare", "nothing"], ["--compare", "nothing=1,2"], ["--compare", "hidden_act=situ"],
+    ["--compare", "hidden_act=situ,relu"], ["--compare", "balance", "--resume"], ["--compare", "balance", "--task", "shapes"]])
 def test_bad_input_is_one_sentence(monkeypatch, capsys, tmp_path, text, args):
     """Exit status 2, one line on stderr."""
     (tmp_path / "empty").write_text("")

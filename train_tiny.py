@@ -5,6 +5,7 @@
     python train_tiny.py --preset gpu    one H200: 84 s, 1.07 bits per held-out byte
     python train_tiny.py --task shapes   learns to see: colour, shape and number of drawn shapes
     python train_tiny.py --plot out      the figures again, from out/metrics.jsonl
+    python train_tiny.py --compare balance         every choice from the same start, drawn together
     torchrun --nproc-per-node 2 train_tiny.py      data parallel: the same batches, shared out
 
 A run leaves in --out (default out/): metrics.jsonl (a header, then one object a step), the figures,
@@ -29,9 +30,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from k3 import (attn_res_scores, Balancer, byte_tokenizer, CONTROL, f32, generate, image_prompt,
-                K3, K3Config, load_model, load_tokenizer, OneLine, pool, preprocess_image, ranks,
-                save_checkpoint, Tokenizer)
+from k3 import (attn_res_scores, Balancer, byte_tokenizer, CONTROL, Experts, f32, generate,
+                image_prompt, K3, K3Config, LatentMoE, load_model, load_tokenizer, MLP, OneLine,
+                pool, preprocess_image, quantile_bias, QuantileHistogram, ranks, route,
+                save_checkpoint, sign_bias, Tokenizer)
 
 # ---- Settings ------------------------------------------------------------------------------------
 
@@ -281,20 +283,61 @@ def average(tensors):
         pool(tensors)
 
 
-def make_step(model, balancer, optimizer, ids, labels):
+class Peaks:
+    """A step's largest magnitudes, which hooks take on the way and keep on the device.
+
+    largest_activation  out of any GLU
+    largest_routed      out of the routed experts' up-projection, before the shared experts join
+    """
+
+    def __init__(self, model):
+        self.values = {}
+        for m in model.modules():
+            if isinstance(m, (MLP, Experts)):
+                m.act = self.after(m.act, "largest_activation", model.device)
+            elif isinstance(m, LatentMoE) and hasattr(m, "routed_expert_up_proj"):
+                up = m.routed_expert_up_proj
+                up.forward = self.after(up.forward, "largest_routed", model.device)
+
+    def after(self, function, name, device):
+        """The function, with the largest magnitude of its result noted."""
+        most = self.values.setdefault(name, torch.zeros((), device=device))
+
+        def noted(*args):
+            result = function(*args)
+            torch.maximum(most, result.detach().abs().amax().to(most.dtype), out=most)
+            return result
+        return noted
+
+    def start(self):
+        for most in self.values.values():
+            most.zero_()
+
+    def finish(self):
+        """The values, over all ranks."""
+        if ranks() > 1:
+            for most in self.values.values():
+                dist.all_reduce(most, dist.ReduceOp.MAX)
+        return list(self.values.values())
+
+
+def make_step(model, balancer, optimizer, ids, labels, peaks=None):
     """A function that trains on whatever the tensors ids and labels hold when it is called.
 
     They are this rank's share of the batch: losses, gradients and counts are pooled over ranks.
-    It returns one vector on the device: [losses, gradient norm, imbalance of each MoE layer].
+    It returns one vector on the device: [losses, gradient norm, peaks, each MoE layer's imbalance].
     """
     def step():
         optimizer.zero_grad()
         balancer.start()
+        if peaks:
+            peaks.start()
         loss, parts = model.loss(ids, labels)
         loss.backward()
         average([*parts.values(), *(p.grad for p in model.parameters() if p.grad is not None)])
         balancer.finish()
-        numbers = torch.stack([*parts.values(), optimizer.step()])
+        numbers = [*parts.values(), optimizer.step(), *(peaks.finish() if peaks else ())]
+        numbers = torch.stack(numbers)
         return torch.cat([numbers, balancer.imbalance()]) if balancer.layers else numbers
     return step
 
@@ -384,6 +427,20 @@ def update_rms(rows, before, lr):
             for row, old in zip(rows, before)}
 
 
+def optimizer_ms(optimizer, times=5):
+    """Milliseconds of one optimizer step; lr 0 keeps the weights, the momenta move."""
+    optimizer.lr.zero_()
+    cuda = optimizer.lr.device.type == "cuda"
+    step = capture(optimizer.step, []) if cuda else optimizer.step
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    step(), wait()
+    began = time.perf_counter()
+    for _ in range(times):
+        step()
+    wait()
+    return (time.perf_counter() - began) / times * 1e3
+
+
 @torch.no_grad()
 def attn_res_weights(model, ids):
     """Weights of every AttnRes mix, averaged over ids: mix -> [stored blocks..., running sum]."""
@@ -415,6 +472,8 @@ def plot(folder):
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    if (Path(folder) / "compare.json").exists():
+        return plot_compare(folder)
     rows, paths = read_log(folder), []
     header = rows[0]["header"]
     if header.get("task") == "shapes":
@@ -485,11 +544,15 @@ def settings(args):
     """(config, run): the model, and everything a resumed run must have in common with the first."""
     preset = (SHAPES if args.task == "shapes" else PRESETS)[args.preset]
     run = dict(task=args.task, preset=args.preset, **preset, seed=args.seed, balance=args.balance,
-               optimizer=args.optimizer)
+               optimizer=args.optimizer, gamma=args.gamma)
+    run["lr"] = run["lr"] if args.lr is None else args.lr
     config = K3Config.tiny(**{**run.pop("model"), **dict(map(key_value, args.set))})
     run["steps"] = run["steps"] if args.steps is None else args.steps
     if run["steps"] < 1 or args.seed < 0:
         raise ValueError(f"--steps {run['steps']} --seed {args.seed}: from 1 and from 0 on")
+    for flag in ("lr", "gamma"):
+        if not 0 < run[flag] < math.inf:
+            raise ValueError(f"--{flag} {run[flag]}: a finite number above 0")
     if config.vocab_size < 256:
         raise ValueError(f"--set vocab_size={config.vocab_size}: bytes need at least 256")
     if args.preset == "gpu" and not torch.cuda.is_available():
@@ -531,7 +594,8 @@ def train(args):
         torch.backends.cuda.enable_mem_efficient_sdp(False)
     model = K3(config, seed=args.seed).to(device).train()
     model.kernel, model.compute_dtype = "fast", torch.bfloat16 if device == "cuda" else None
-    balancer = Balancer(model, args.balance)
+    balancer = Balancer(model, args.balance, gamma=args.gamma)
+    peaks = Peaks(model) if args.compare else None
     table = param_table(model, args.optimizer)
     optimizer = PerHeadMuon(table, run["lr"], dtype=model.compute_dtype)
     heads = [row for row in param_table(model) if row.heads > 1 and ".self_attn." in row.name]
@@ -555,10 +619,11 @@ def train(args):
               f"{header['unigram_bits']:.3f} bits")
 
     ids, labels = (torch.zeros(share, length, dtype=torch.long, device=device) for _ in range(2))
-    run_step = make_step(model, balancer, optimizer, ids, labels)
+    run_step = make_step(model, balancer, optimizer, ids, labels, peaks)
     if device == "cuda" and not args.no_cuda_graph:
         run_step = capture(run_step, [*model.state_dict().values(), *optimizer.state.values()])
-    names = ["loss", *["mtp_loss"] * config.num_nextn_predict_layers, "grad_norm"]
+    names = ["loss", *["mtp_loss"] * config.num_nextn_predict_layers, "grad_norm",
+             *(peaks.values if peaks else ())]
     numbers, clock = [], time.perf_counter()
     for step in range(start + 1, steps + 1):
         for static, new in zip((ids, labels), batch(text, args.seed, step, size, length)):
@@ -585,20 +650,28 @@ def train(args):
             report += f"  held out {rows[-1]['val_bpb']:.3f} bits per byte"
         if step == steps and config.attn_res_block_size:
             rows.append({"step": step, "attn_res": attn_res_weights(model, ids)})
+        if step == steps and args.compare:
+            rows.append({"step": step, "optimizer_ms": optimizer_ms(optimizer)})
         with open(out / "metrics.jsonl", "a") as f:
             f.writelines(json.dumps(row) + "\n" for row in rows)
-        if step % run["save_every"] == 0 or step == steps:
+        if not args.compare and (step % run["save_every"] == 0 or step == steps):
             save_state(out / "state.pt", run=json.dumps(run), step=step, model=model.state_dict(),
                        optimizer=optimizer.state)
         print(report, flush=True)
         numbers, clock = [], time.perf_counter()
 
-    if rank():
+    if rank() or args.compare:
         return
     middle = len(held) // 2
     prompt = bytes(held[middle:middle + 64]).decode(errors="ignore").strip()
     finish(model.eval(), out, prompt or "def", run)
     print(f"{time.perf_counter() - began:.0f} s in all")
+
+
+def settled(values, limit):
+    """The step, from 1, after which all values are below the limit; None if the last is not."""
+    first = max((i for i, x in enumerate(values, 1) if not x < limit), default=0) + 1
+    return first if first <= len(values) else None
 
 
 def finish(model, out, prompt, run):
@@ -611,13 +684,254 @@ def finish(model, out, prompt, run):
     print("figures", *plot(out), "\ncheckpoint", folder)
     rows = read_log(out)
     worst = [max(row["imbalance"]) for row in rows if row.get("imbalance")]
-    settled = max((i for i, x in enumerate(worst, 1) if x >= 1.5), default=0)
-    if settled < len(worst):
-        print(f"every MoE layer's imbalance is below 1.5 from step {settled + 1} on, "
-              f"{max(worst[settled:]):.2f} at most")
+    first = settled(worst, 1.5)
+    if first:
+        print(f"every MoE layer's imbalance is below 1.5 from step {first} on, "
+              f"{max(worst[first - 1:]):.2f} at most")
     bits = [row["val_bpb"] for row in rows if "val_bpb" in row][-1]
     print(f"validation {bits:.3f} bits per byte; entropy of single bytes "
           f"{rows[0]['header']['unigram_bits']:.3f}")
+
+# ---- Comparisons: the same weights and batches, one thing different ------------------------------
+
+COMPARE = {     # choice -> the arguments it changes
+    "balance": {"qb": dict(balance="qb"), "qb-exact": dict(balance="qb-exact"),
+                **{f"sign-{g:g}": dict(balance="sign", gamma=g) for g in (1e-2, 1e-3, 1e-4)},
+                "none": dict(balance="none")},
+    "attn-res": {"attn-res": {}, "plain-residual": dict(set=["attn_res_block_size=null"])},
+    "latent-norm": {"norm": dict(set=["latent_moe_use_norm=true"]),
+                    "no-norm": dict(set=["latent_moe_use_norm=false"])},
+    "situ": {"situ": dict(set=["hidden_act=situ"]), "swiglu": dict(set=["hidden_act=silu"])},
+    "decay": {"bounded": dict(set=["gate_lower_bound=-5"]),
+              "softplus": dict(set=["gate_lower_bound=null"])},
+}
+SWEEP = 1 / 3, 1, 3        # shares of the preset's learning rate that each optimizer is tried at
+PANELS = {"balance": ["imbalance", "loss"], "optimizer": ["loss", "head_rms", "head_spread"],
+          "latent-norm": ["loss", "largest_routed"], "situ": ["loss", "largest_activation"],
+          "decay": ["loss", "tokens_per_s"]}
+
+
+def alternatives(args):
+    """choice -> the arguments that --compare changes for it."""
+    key, _, values = args.compare.partition("=")
+    if args.compare == "optimizer":
+        lr = PRESETS[args.preset]["lr"] if args.lr is None else args.lr
+        return {f"{name}-{lr * share:.2g}": dict(optimizer=name, lr=lr * share)
+                for name in ("per-head-muon", "muon", "adamw") for share in SWEEP}
+    if args.compare in COMPARE:
+        return COMPARE[args.compare]
+    try:
+        words = [json.dumps(value) for value in json.loads(f"[{values}]")]
+    except json.JSONDecodeError:
+        words = values.split(",")
+    if len({*words}) < 2 or len({*words}) < len(words):
+        raise ValueError(f"--compare {args.compare}: there are {', '.join(COMPARE)}, optimizer, "
+                         "and KEY=V1,V2 with two different values or more")
+    return {f"{key}={word.strip()}": dict(set=[f"{key}={word.strip()}"]) for word in words}
+
+
+def compare(args):
+    """Trains every choice in a folder of its own, then draws them together beside their table."""
+    if args.resume:
+        raise ValueError("--compare runs every choice from its start: no --resume")
+    out, runs = Path(args.out), {}
+    for name, change in alternatives(args).items():
+        one = runs[name] = argparse.Namespace(**{**vars(args), **change, "out": out / name})
+        one.set = args.set + change.get("set", [])
+        if args.steps is None:
+            one.steps = PRESETS[args.preset]["steps"] // 4
+        settings(one)                                  # all are refused before the first runs
+    for name, one in runs.items():
+        if rank() == 0:
+            print(f"---- {name}", flush=True)
+        train(one)
+    if rank():
+        return
+    found = {name: summary(out / name) for name in runs}
+    groups = {name: one.optimizer if args.compare == "optimizer" else name
+              for name, one in runs.items()}
+    best = {}
+    for name in sorted(found, key=lambda name: -found[name]["val_bpb"]):
+        best[groups[name]] = name                      # the last, and lowest, of its group stays
+    result = dict(header={**read_log(out / name)[0]["header"], "compare": args.compare},
+                  drawn=[name for name in runs if name in best.values()], runs=found)
+    if args.compare == "balance":
+        print("---- fixed scores", flush=True)
+        result["fixed_scores"] = fixed_scores()
+    write_whole(out / "compare.json", json.dumps(result, indent=1).encode())
+    paths = plot_compare(out)
+    print("\n".join(table_lines(found, result["drawn"])))
+    print("figures", *paths)
+
+
+# What a compared run is judged by: name -> (its axis, the row's entry, the number made of that).
+per_matrix = lambda number: lambda update: float(np.mean([number(h) for h in update.values()]))
+SERIES = {
+    "loss": ("training loss, bits per byte", "loss", lambda loss: loss / math.log(2)),
+    "imbalance": ("largest load / mean, worst layer", "imbalance", max),
+    "head_rms": ("update of a head, RMS / learning rate", "update_rms", per_matrix(np.mean)),
+    "head_spread": ("update of a head, largest / smallest", "update_rms",
+                    per_matrix(lambda heads: max(heads) / max(min(heads), 1e-30))),
+    "largest_activation": ("largest activation", "largest_activation", float),
+    "largest_routed": ("largest routed activation", "largest_routed", float),
+    "tokens_per_s": ("tokens / s", "tokens_per_s", float),
+}
+
+
+def series(rows, name):
+    """Steps and values of what SERIES names."""
+    _, key, value = SERIES[name]
+    pairs = [(row["step"], value(row[key])) for row in rows if row.get(key)]
+    return zip(*pairs) if pairs else ((), ())
+
+
+def summary(folder):
+    """The numbers of a run's line in the table; those of steps are means of the last tenth."""
+    rows = read_log(folder)
+    found = {"val_bpb": [row["val_bpb"] for row in rows if "val_bpb" in row][-1]}
+    for name in SERIES:
+        _, values = map(list, series(rows, name))
+        if values and name.startswith("largest"):
+            found[name] = max(values)
+        elif values:
+            found[name] = float(np.mean(values[-max(1, len(values) // 10):]))
+        if name == "imbalance":
+            found["below_1.5_from"] = settled(values, 1.5)
+    return {**found, "optimizer_ms": [r["optimizer_ms"] for r in rows if "optimizer_ms" in r][-1]}
+
+
+def table_lines(found, drawn):
+    """The summaries as aligned text; * marks those that the figure draws if not all are."""
+    heads = ["", *next(iter(found.values()))]
+    cell = lambda x: "-" if x is None else f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}"
+    lines = [heads, *([name + " *" * (name in drawn < list(found)), *map(cell, numbers.values())]
+                      for name, numbers in found.items())]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return ["  ".join(x.rjust(w) if i else x.ljust(w) for i, (x, w) in enumerate(zip(line, widths)))
+            for line in lines]
+
+
+def save_figure(fig, path, header):
+    import matplotlib.pyplot as plt
+    fig.supxlabel("{command}\n{hardware}, seed {seed}, commit {commit}".format(**header),
+                  fontsize=6)
+    fig.savefig(path, dpi=150)
+    plt.close(fig)
+    return path
+
+
+def plot_compare(folder):
+    """compare.png, and fixed_scores.png if it was computed, from compare.json and the logs."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    folder = Path(folder)
+    result = json.loads((folder / "compare.json").read_text())
+    header, runs, what = result["header"], result["runs"], result["header"]["compare"]
+    panels = PANELS.get(what, ["loss", "imbalance"])
+    sweep = [None] * (what == "optimizer")
+    fig, axes = plt.subplots(1, len(panels + sweep), figsize=(5 * len(panels + sweep), 4.5),
+                             layout="constrained", squeeze=False)
+    logs = {name: read_log(folder / name) for name in result["drawn"]}
+    for ax, panel in zip(axes[0], panels):
+        for name, rows in logs.items():
+            ax.plot(*series(rows, panel), lw=0.9, label=name)
+        ax.set(xlabel="step", ylabel=SERIES[panel][0])
+        if panel not in ("loss", "tokens_per_s", "head_rms"):
+            ax.set_yscale("log")
+        base = {"loss": (header["unigram_bits"], "entropy of single bytes"),
+                "imbalance": (1, "balanced"), "head_spread": (1, "all heads alike"),
+                "head_rms": (ADAMW_SIZE, "AdamW's usual size")}.get(panel)
+        if base:
+            ax.axhline(base[0], color="0.5", ls="--", label=base[1])
+    for optimizer in ("per-head-muon", "muon", "adamw") * bool(sweep):
+        points = sorted((float(name.removeprefix(optimizer + "-")), numbers["val_bpb"])
+                        for name, numbers in runs.items() if name.startswith(optimizer + "-"))
+        axes[0, -1].semilogx(*zip(*points), "o-", label=optimizer)
+        axes[0, -1].set(xlabel="peak learning rate", ylabel="held out, bits per byte")
+    for ax in axes[0]:
+        ax.legend(fontsize=7)
+    fig.suptitle(f"--compare {what}")
+    paths = [save_figure(fig, folder / "compare.png", header)]
+    if "fixed_scores" in result:
+        paths.append(plot_fixed_scores(result["fixed_scores"], folder, header))
+    return paths
+
+
+# ---- Fixed scores: the balancing rules alone  [§2.3.3] -------------------------------------------
+
+
+def draw_scores(m, favour, generator):
+    """Scores [m, n] of a router that likes expert j by 0.26 favour_j, and 0.1 of chance."""
+    noise = torch.randn(m, len(favour), generator=generator)
+    return torch.sigmoid(0.26 * favour + 0.1 * noise)
+
+
+def balance_scores(scores, k, rule, updates):
+    """Largest load over mean before and after each update of b = rule(scores, b, cutoff, load)."""
+    n = scores.shape[1]
+    bias, found = torch.zeros(n), []
+    for i in range(updates + 1):
+        experts, _, cutoff = route(scores, bias, k)
+        load = torch.bincount(experts.flatten(), minlength=n).float()
+        found.append((load.max() / load.mean()).item())
+        bias = rule(scores, bias, cutoff, load)
+    return found
+
+
+def fixed_scores(m=1024, n=896, k=16, shards=4, seed=0, bins=(100, 300, 1000, 3000)):
+    """Balancing rules on scores that never change, from zero bias: a dict of numbers to draw.
+
+    curves  largest load over mean, after each update
+    shards  the same where each rank's tokens like other experts: quantiles of all tokens, or the
+            mean of the ranks' own quantiles
+    bins    [B, bin width, largest error against the exact quantile]
+    """
+    generator = torch.Generator().manual_seed(seed)
+    favour = torch.randn(1 + shards, n, generator=generator)
+    scores = draw_scores(m, favour[0], generator)
+
+    def histogram(s, b, cutoff, load, B=1000):
+        h = QuantileHistogram(n, k, B)
+        h.start(b), h.add(s, cutoff)
+        return h.finish()
+    exact = lambda s, b, cutoff, load: quantile_bias(s, cutoff, k)
+    sign = lambda gamma: lambda s, b, cutoff, load: sign_bias(b, load, gamma)
+    averaged = lambda s, b, cutoff, load: torch.stack([
+        quantile_bias(part, alpha, k)
+        for part, alpha in zip(s.chunk(shards), cutoff.chunk(shards))]).mean(0)
+
+    rules = {"exact": (exact, 10), "histogram": (histogram, 10), "sign 1e-2": (sign(1e-2), 50),
+             "sign 1e-3": (sign(1e-3), 200)}
+    curves = {name: balance_scores(scores, k, *rule) for name, rule in rules.items()}
+    skewed = torch.cat([draw_scores(m // shards, own, generator) for own in favour[1:]])
+    pooled = {name: balance_scores(skewed, k, rule, 10)
+              for name, rule in (("pooled", exact), ("averaged", averaged))}
+    zero = torch.zeros(n)
+    cutoff = route(scores, zero, k)[2]
+    errors = [[B, 2 / B, (histogram(scores, zero, cutoff, None, B) -
+                          quantile_bias(scores, cutoff, k)).abs().max().item()] for B in bins]
+    return dict(tokens=m, experts=n, k=k, curves=curves, shards=pooled, bins=errors)
+
+
+def plot_fixed_scores(found, folder, header):
+    import matplotlib.pyplot as plt
+    fig, (rules, shards, bins) = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    for ax, part, title in ((rules, "curves", "same scores every update"),
+                            (shards, "shards", "ranks whose tokens like other experts")):
+        for name, line in found[part].items():
+            ax.plot(line, ".-" if len(line) < 20 else "-", lw=0.9, label=name)
+        ax.axhline(1.4, color="0.5", ls=":", label="1.4")
+        ax.set_xscale("symlog", linthresh=10)
+        ax.set(title=title, xlabel="update", ylabel="largest load / mean", yscale="log")
+    B, width, error = zip(*found["bins"])
+    bins.loglog(B, width, "--", color="0.5", label="bin width")
+    bins.loglog(B, error, "o-", label="largest error of a bias")
+    bins.set(title="histogram against exact quantile", xlabel="bins", ylabel="score")
+    for ax in (rules, shards, bins):
+        ax.legend(fontsize=7)
+    fig.suptitle("{tokens} tokens, {experts} experts, top {k}".format(**found))
+    return save_figure(fig, folder / "fixed_scores.png", header)
 
 # ---- Shapes: a toy that learns to see  [§2.4] ----------------------------------------------------
 
@@ -728,9 +1042,9 @@ def accuracy(model, batches):
 
 def train_shapes(args):
     """One run, from drawing to a checkpoint that answers questions about a picture."""
-    if args.data or args.resume or ranks() > 1:
+    if args.data or args.resume or args.compare or ranks() > 1:
         raise ValueError("--task shapes draws its data and runs in one go and in one process: "
-                         "no --data, no --resume, no torchrun")
+                         "no --data, no --resume, no --compare, no torchrun")
     (config, run), out, began = settings(args), Path(args.out), time.perf_counter()
     if not config.vt_num_hidden_layers or config.patch_size != 14:
         raise ValueError("--task shapes needs a vision tower, with patches of 14 pixels")
@@ -843,9 +1157,13 @@ def main(argv=None):
     add("--seed", type=int, default=0, help="of weights, batches and the sample")
     add("--resume", action="store_true", help="continue from DIR/state.pt")
     add("--balance", choices=("qb", "qb-exact", "sign", "none"), default="qb")
+    add("--gamma", type=float, default=1e-3, metavar="X", help="step of --balance sign")
     add("--optimizer", choices=("per-head-muon", "muon", "adamw"), default="per-head-muon")
+    add("--lr", type=float, metavar="X", help="peak learning rate (default: the preset's)")
     add("--no-cuda-graph", action="store_true", help="launch every kernel by itself")
     add("--set", metavar="KEY=VALUE", action="append", default=[], help="config key; repeatable")
+    add("--compare", metavar="WHAT", help=f"{', '.join(COMPARE)}, optimizer, or KEY=V1,V2 for any "
+        "config key: each choice a run in DIR/, a quarter of the preset's steps unless --steps")
     add("--plot", metavar="DIR", help="only draw the figures of DIR/metrics.jsonl again")
     args = ap.parse_args(argv)
     try:
@@ -854,7 +1172,8 @@ def main(argv=None):
             return
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             join_ranks("cuda" if args.preset == "gpu" else "cpu")
-        train_shapes(args) if args.task == "shapes" else train(args)
+        run = train_shapes if args.task == "shapes" else compare if args.compare else train
+        run(args)
     except (ValueError, OSError) as error:
         if rank() == 0 or isinstance(error, OSError):    # a wrong argument is wrong on every rank
             print(f"train_tiny.py: {error}", file=sys.stderr)
