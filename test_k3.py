@@ -2512,6 +2512,49 @@ def test_data_parallel_is_one_process(monkeypatch, tmp_path, text):
     assert all(first[f"bias {i}"].any() for i in range(3))
 
 
+@pytest.mark.parametrize("rank", [None, 32])
+def test_qk_clip_acts_on_hot_heads_alone(rank):
+    """The head whose logit passed tau comes down to tau by sqrt(tau / max) a side; the others keep their bits, and so do values."""
+    model = K3(K3Config.tiny(num_attention_heads=3, q_lora_rank=rank, initializer_range=0.2), seed=1).double()
+    mla, x = model.layer(3).self_attn, draw(2, 9, 64, seed=2)
+    with torch.no_grad():
+        before = {name: p.clone().unflatten(0, (3, -1)) for name, p in mla.named_parameters() if p.shape[0] % 3 == 0}
+        latent = torch.cat([mla.kv_a_layernorm(mla.kv_a_proj_with_mqa(x)[..., :32]), mla.kv_a_proj_with_mqa(x)[..., 32:]], -1)
+        k = k3.keys_values(latent, mla.kv_b_proj.weight, 3, 32)[0]
+        q = (mla.q_b_proj(mla.q_a_layernorm(mla.q_a_proj(x))) if rank else mla.q_proj(x)).unflatten(-1, (3, -1))
+        logits = [max(float(q[b, t, h] @ k[b, s, h]) for b in range(2) for t in range(9) for s in range(t + 1)) / 48 ** 0.5 for h in range(3)]
+        most = tt.largest_logits(mla, x)
+        assert np.allclose(most.tolist(), logits, rtol=1e-6), (most, logits)
+        tau = float(most.sort().values[1:].mean())         # between the second and the largest
+        hot = int(most.argmax())
+        tt.qk_clip(mla, most, tau)
+        after = tt.largest_logits(mla, x)
+    assert abs(after[hot] / tau - 1) < 1e-5
+    query, share = "q_b_proj.weight" if rank else "q_proj.weight", tau / most[hot].item()
+    for name, old in before.items():
+        new = dict(mla.named_parameters())[name].detach().unflatten(0, (3, -1))
+        for h in range(3):
+            split = h == hot and name in (query, "kv_b_proj.weight")
+            assert torch.equal(new[h], old[h]) != split
+    new_q, new_kv = (dict(mla.named_parameters())[n].detach().unflatten(0, (3, -1))[hot] for n in (query, "kv_b_proj.weight"))
+    assert torch.allclose(new_q[:32], before[query][hot, :32] * share ** 0.5) and torch.allclose(new_q[32:], before[query][hot, 32:] * share)
+    assert torch.allclose(new_kv[:32], before["kv_b_proj.weight"][hot, :32] * share ** 0.5)
+    assert torch.equal(new_kv[32:], before["kv_b_proj.weight"][hot, 32:])
+
+
+def test_qk_clip_in_training(monkeypatch, tmp_path, text):
+    """A tau never reached only records: the losses are those without it, bit for bit; one below all logits changes them."""
+    losses = {}
+    for tau in (None, 1e6, 1e-4):
+        args = [] if tau is None else ["--qk-clip", tau]
+        assert tiny_run(monkeypatch, tmp_path / str(tau), "--data", text, *args, steps=3) is None
+        rows = [row for row in log(tmp_path / str(tau)) if "loss" in row]
+        losses[tau] = [row["loss"] for row in rows]
+        assert all(row.get("largest_logit", 0) > 0 for row in rows) == (tau is not None)
+        assert (tmp_path / str(tau) / "largest_logit.png").exists() == (tau is not None)
+    assert losses[None] == losses[1e6] and losses[1e-4][0] == losses[None][0] and losses[1e-4][1:] != losses[None][1:]
+
+
 def comparison(out):
     result = json.loads((out / "compare.json").read_text())
     return result, {name: [row for row in log(out / name) if "loss" in row] for name in result["runs"]}
@@ -2576,7 +2619,7 @@ def test_compare_switch(monkeypatch, tmp_path, text, what, names):
     ["--data", "EMPTY"], ["--data", "SHORT"], ["--data", "MISSING"], ["--data", "BINARY"], ["--steps", "0"],
     ["--set", "no_such_key=1"], ["--set", "num_experts_per_token=99"], ["--set", "hidden_act=relu"], ["--out", "FILE/x"],
     ["--set", "vocab_size=200"], ["--resume"], ["--plot", "MISSING"],
-    ["--lr", "0"], ["--gamma", "nan"], ["--compare", "nothing"], ["--compare", "nothing=1,2"], ["--compare", "hidden_act=situ"],
+    ["--lr", "0"], ["--gamma", "nan"], ["--qk-clip", "-1"], ["--compare", "nothing"], ["--compare", "nothing=1,2"], ["--compare", "hidden_act=situ"],
     ["--compare", "hidden_act=situ,relu"], ["--compare", "balance", "--resume"], ["--compare", "balance", "--task", "shapes"]])
 def test_bad_input_is_one_sentence(monkeypatch, capsys, tmp_path, text, args):
     """Exit status 2, one line on stderr."""

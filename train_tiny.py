@@ -31,9 +31,9 @@ import torch
 import torch.distributed as dist
 
 from k3 import (attn_res_scores, Balancer, byte_tokenizer, CONTROL, Experts, f32, generate,
-                image_prompt, K3, K3Config, LatentMoE, load_model, load_tokenizer, MLP, OneLine,
-                pool, preprocess_image, quantile_bias, QuantileHistogram, ranks, route,
-                save_checkpoint, sign_bias, Tokenizer)
+                image_prompt, K3, K3Config, keys_values, LatentMoE, load_model, load_tokenizer,
+                MLA, MLP, OneLine, pool, preprocess_image, quantile_bias, QuantileHistogram, ranks,
+                route, save_checkpoint, sign_bias, Tokenizer)
 
 # ---- Settings ------------------------------------------------------------------------------------
 
@@ -286,18 +286,23 @@ def average(tensors):
 class Peaks:
     """A step's largest magnitudes, which hooks take on the way and keep on the device.
 
-    largest_activation  out of any GLU
-    largest_routed      out of the routed experts' up-projection, before the shared experts join
+    record  largest_activation, out of any GLU, and largest_routed, out of the routed experts'
+            up-projection before the shared experts join
+    tau     largest_logit of the MLA heads, which finish() clips by qk_clip where it passed tau
     """
 
-    def __init__(self, model):
-        self.values = {}
+    def __init__(self, model, record=False, tau=None):
+        self.values, self.tau, self.mla = {}, tau, {}
         for m in model.modules():
-            if isinstance(m, (MLP, Experts)):
+            if record and isinstance(m, (MLP, Experts)):
                 m.act = self.after(m.act, "largest_activation", model.device)
-            elif isinstance(m, LatentMoE) and hasattr(m, "routed_expert_up_proj"):
+            elif record and isinstance(m, LatentMoE) and hasattr(m, "routed_expert_up_proj"):
                 up = m.routed_expert_up_proj
                 up.forward = self.after(up.forward, "largest_routed", model.device)
+            elif tau and isinstance(m, MLA):
+                self.mla[m] = torch.zeros(m.H, device=model.device)
+                m.register_forward_hook(self.look)
+        self.names = [*self.values, *["largest_logit"] * bool(self.mla)]
 
     def after(self, function, name, device):
         """The function, with the largest magnitude of its result noted."""
@@ -309,16 +314,50 @@ class Peaks:
             return result
         return noted
 
+    @torch.no_grad()
+    def look(self, mla, args, out):
+        if mla.training:
+            torch.maximum(self.mla[mla], largest_logits(mla, args[0]), out=self.mla[mla])
+
     def start(self):
-        for most in self.values.values():
+        for most in (*self.values.values(), *self.mla.values()):
             most.zero_()
 
     def finish(self):
-        """The values, over all ranks."""
+        """Clips; returns the values that `names` names. All are over all ranks."""
         if ranks() > 1:
-            for most in self.values.values():
+            for most in (*self.values.values(), *self.mla.values()):
                 dist.all_reduce(most, dist.ReduceOp.MAX)
-        return list(self.values.values())
+        for mla, most in self.mla.items():
+            qk_clip(mla, most, self.tau)
+        logit = [torch.cat([*self.mla.values()]).amax()] if self.mla else []
+        return [*self.values.values(), *logit]
+
+
+def largest_logits(mla, x):
+    """Each head's largest causal logit [H], or 0 if all are below, for the layer's input x."""
+    q = mla.q_proj(x) if hasattr(mla, "q_proj") else mla.q_b_proj(
+        mla.q_a_layernorm(mla.q_a_proj(x)))
+    c, k_rope = mla.kv_a_proj_with_mqa(x).split([mla.C, mla.rope], -1)
+    latent = torch.cat([mla.kv_a_layernorm(c), k_rope], -1)
+    k, _ = keys_values(latent, mla.kv_b_proj.weight, mla.H, mla.v_dim)
+    q, k = f32(q.unflatten(-1, (mla.H, -1))), f32(k)
+    logits = torch.einsum("bthd,bshd->hbts", q, k) * q.shape[-1] ** -0.5
+    return logits.tril().amax((1, 2, 3)).to(torch.float32)
+
+
+@torch.no_grad()
+def qk_clip(mla, largest, tau):
+    """Scales queries and keys of the heads whose largest logit [H] passed tau, so that it is tau.
+
+    Each side takes the root of tau / largest, but for the "rope" part: all heads share its key, so
+    that the queries take the whole. Other heads are multiplied by 1: they stay bit-identical.
+    """
+    share = torch.where((largest > tau) & largest.isfinite(), tau / largest, 1.0).view(-1, 1, 1)
+    q = (mla.q_proj if hasattr(mla, "q_proj") else mla.q_b_proj).weight.unflatten(0, (mla.H, -1))
+    q_nope, q_rope = q.split([q.shape[1] - mla.rope, mla.rope], 1)
+    k_nope = mla.kv_b_proj.weight.unflatten(0, (mla.H, -1))[:, :-mla.v_dim]
+    q_nope.mul_(share.sqrt()), k_nope.mul_(share.sqrt()), q_rope.mul_(share)
 
 
 def make_step(model, balancer, optimizer, ids, labels, peaks=None):
@@ -327,17 +366,18 @@ def make_step(model, balancer, optimizer, ids, labels, peaks=None):
     They are this rank's share of the batch: losses, gradients and counts are pooled over ranks.
     It returns one vector on the device: [losses, gradient norm, peaks, each MoE layer's imbalance].
     """
+    peaks = peaks or Peaks(model)
+
     def step():
         optimizer.zero_grad()
         balancer.start()
-        if peaks:
-            peaks.start()
+        peaks.start()
         loss, parts = model.loss(ids, labels)
         loss.backward()
         average([*parts.values(), *(p.grad for p in model.parameters() if p.grad is not None)])
         balancer.finish()
-        numbers = [*parts.values(), optimizer.step(), *(peaks.finish() if peaks else ())]
-        numbers = torch.stack(numbers)
+        norm = optimizer.step()
+        numbers = torch.stack([*parts.values(), norm, *peaks.finish()])
         return torch.cat([numbers, balancer.imbalance()]) if balancer.layers else numbers
     return step
 
@@ -481,6 +521,7 @@ def plot(folder):
     for draw, key, title, xlabel, ylabel in (
             (draw_loss, "loss", "Loss", "step", "bits per byte"),
             (draw_imbalance, "imbalance", "Load of the MoE layers", "step", "largest load / mean"),
+            (draw_logits, "largest_logit", "Largest attention logit", "step", "logit"),
             (draw_heads, "update_rms", "Update of a head's block", "step", "RMS / learning rate"),
             (draw_sources, "attn_res", "AttnRes after training", "source", "mix before")):
         data = [row for row in rows if row.get(key)]
@@ -514,6 +555,13 @@ def draw_imbalance(ax, steps, loads, header, rows):
     ax.legend(title=f"--balance {header['balance']}", fontsize=7, ncols=2)
 
 
+def draw_logits(ax, steps, logits, header, rows):
+    ax.plot(steps, logits, lw=0.8, label="largest of all MLA heads, before clipping")
+    ax.axhline(header["qk_clip"], color="0.5", ls="--", label="--qk-clip")
+    ax.set_ylim(bottom=0)
+    ax.legend()
+
+
 def draw_heads(ax, steps, updates, header, rows):
     kinds = sorted({name.split(".")[-2] for name in updates[0]})
     for kind in kinds:
@@ -544,15 +592,15 @@ def settings(args):
     """(config, run): the model, and everything a resumed run must have in common with the first."""
     preset = (SHAPES if args.task == "shapes" else PRESETS)[args.preset]
     run = dict(task=args.task, preset=args.preset, **preset, seed=args.seed, balance=args.balance,
-               optimizer=args.optimizer, gamma=args.gamma)
+               optimizer=args.optimizer, gamma=args.gamma, qk_clip=args.qk_clip)
     run["lr"] = run["lr"] if args.lr is None else args.lr
     config = K3Config.tiny(**{**run.pop("model"), **dict(map(key_value, args.set))})
     run["steps"] = run["steps"] if args.steps is None else args.steps
     if run["steps"] < 1 or args.seed < 0:
         raise ValueError(f"--steps {run['steps']} --seed {args.seed}: from 1 and from 0 on")
-    for flag in ("lr", "gamma"):
-        if not 0 < run[flag] < math.inf:
-            raise ValueError(f"--{flag} {run[flag]}: a finite number above 0")
+    for key in ("lr", "gamma", "qk_clip"):
+        if run[key] is not None and not 0 < run[key] < math.inf:
+            raise ValueError(f"--{key.replace('_', '-')} {run[key]}: a finite number above 0")
     if config.vocab_size < 256:
         raise ValueError(f"--set vocab_size={config.vocab_size}: bytes need at least 256")
     if args.preset == "gpu" and not torch.cuda.is_available():
@@ -595,7 +643,7 @@ def train(args):
     model = K3(config, seed=args.seed).to(device).train()
     model.kernel, model.compute_dtype = "fast", torch.bfloat16 if device == "cuda" else None
     balancer = Balancer(model, args.balance, gamma=args.gamma)
-    peaks = Peaks(model) if args.compare else None
+    peaks = Peaks(model, record=bool(args.compare), tau=args.qk_clip)
     table = param_table(model, args.optimizer)
     optimizer = PerHeadMuon(table, run["lr"], dtype=model.compute_dtype)
     heads = [row for row in param_table(model) if row.heads > 1 and ".self_attn." in row.name]
@@ -623,7 +671,7 @@ def train(args):
     if device == "cuda" and not args.no_cuda_graph:
         run_step = capture(run_step, [*model.state_dict().values(), *optimizer.state.values()])
     names = ["loss", *["mtp_loss"] * config.num_nextn_predict_layers, "grad_norm",
-             *(peaks.values if peaks else ())]
+             *peaks.names]
     numbers, clock = [], time.perf_counter()
     for step in range(start + 1, steps + 1):
         for static, new in zip((ids, labels), batch(text, args.seed, step, size, length)):
@@ -1042,9 +1090,9 @@ def accuracy(model, batches):
 
 def train_shapes(args):
     """One run, from drawing to a checkpoint that answers questions about a picture."""
-    if args.data or args.resume or args.compare or ranks() > 1:
-        raise ValueError("--task shapes draws its data and runs in one go and in one process: "
-                         "no --data, no --resume, no --compare, no torchrun")
+    if args.data or args.resume or args.compare or args.qk_clip or ranks() > 1:
+        raise ValueError("--task shapes draws its data and runs in one go and in one process: no "
+                         "--data, no --resume, no --compare, no --qk-clip, no torchrun")
     (config, run), out, began = settings(args), Path(args.out), time.perf_counter()
     if not config.vt_num_hidden_layers or config.patch_size != 14:
         raise ValueError("--task shapes needs a vision tower, with patches of 14 pixels")
@@ -1053,7 +1101,8 @@ def train_shapes(args):
 
     model = K3(config, seed=args.seed).to(device).train()
     model.kernel, model.compute_dtype = "fast", torch.bfloat16 if device == "cuda" else None
-    balancer, table = Balancer(model, args.balance), param_table(model, args.optimizer)
+    balancer = Balancer(model, args.balance, gamma=args.gamma)
+    table = param_table(model, args.optimizer)
     optimizer = PerHeadMuon(table, run["lr"], dtype=model.compute_dtype)
     fresh = lambda *seed: np.random.default_rng([args.seed, *seed])
     held = [shapes_batch(fresh(0, i), config, run, device) for i in range(run["val_batches"])]
@@ -1160,6 +1209,7 @@ def main(argv=None):
     add("--gamma", type=float, default=1e-3, metavar="X", help="step of --balance sign")
     add("--optimizer", choices=("per-head-muon", "muon", "adamw"), default="per-head-muon")
     add("--lr", type=float, metavar="X", help="peak learning rate (default: the preset's)")
+    add("--qk-clip", type=float, metavar="TAU", help="clip MLA heads whose largest logit passes it")
     add("--no-cuda-graph", action="store_true", help="launch every kernel by itself")
     add("--set", metavar="KEY=VALUE", action="append", default=[], help="config key; repeatable")
     add("--compare", metavar="WHAT", help=f"{', '.join(COMPARE)}, optimizer, or KEY=V1,V2 for any "
