@@ -2579,7 +2579,7 @@ def test_compare_balance(monkeypatch, capsys, tmp_path, text):
     assert tiny_run(monkeypatch, tmp_path, "--data", text, "--compare", "balance", "--steps", 3) is None
     table = capsys.readouterr().out
     result, rows = comparison(tmp_path)
-    assert list(rows) == ["qb", "qb-exact", "sign-0.01", "sign-0.001", "sign-0.0001", "none"] == result["drawn"]
+    assert list(rows) == ["qb", "qb-exact", "none", "sign-0.01", "sign-0.001", "sign-0.0001"] == result["drawn"]
     assert all(f"\n{name} " in table for name in rows) and "below_1.5_from" in table
     assert len({row[0]["loss"] for row in rows.values()}) == 1 and len({str(row[2]["imbalance"]) for row in rows.values()}) > 2
     made = [tmp_path / "compare.png", tmp_path / "fixed_scores.png"]
@@ -2593,19 +2593,20 @@ def test_compare_optimizer(monkeypatch, tmp_path, text):
     monkeypatch.setattr(tt, "SWEEP", (0.5, 1))
     assert tiny_run(monkeypatch, tmp_path, "--data", text, "--compare", "optimizer", "--steps", 2) is None
     result, rows = comparison(tmp_path)
-    assert [name.rsplit("-", 1)[0] for name in rows] == ["per-head-muon"] * 2 + ["muon"] * 2 + ["adamw"] * 2
-    assert [name.rsplit("-", 1)[0] for name in result["drawn"]] == ["per-head-muon", "muon", "adamw"]
+    assert [name.split("@")[0] for name in rows] == ["per-head-muon"] * 2 + ["muon"] * 2 + ["adamw"] * 2
+    assert [name.split("@")[0] for name in result["drawn"]] == ["per-head-muon", "muon", "adamw"]
     for name in result["drawn"]:
-        others = [run["val_bpb"] for other, run in result["runs"].items() if other.startswith(name.rsplit("-", 1)[0])]
+        others = [run["val_bpb"] for other, run in result["runs"].items() if other.startswith(name.split("@")[0] + "@")]
         assert result["runs"][name]["val_bpb"] == min(others)
-    spread = {name.rsplit("-", 1)[0]: result["runs"][name]["head_spread"] for name in result["drawn"]}
+    spread = {name.split("@")[0]: result["runs"][name]["head_spread"] for name in result["drawn"]}
     assert spread["per-head-muon"] < 1.2 < spread["muon"], spread
     assert all(run["optimizer_ms"] > 0 for run in result["runs"].values())
 
 
 @pytest.mark.parametrize("what, names", [
-    ("attn-res", ["attn-res", "plain-residual"]), ("latent-norm", ["norm", "no-norm"]), ("situ", ["situ", "swiglu"]),
-    ("decay", ["bounded", "softplus"]), ("q_lora_rank=null,16", ["q_lora_rank=null", "q_lora_rank=16"])])
+    ("attn-res", ["attn_res_block_size=2", "attn_res_block_size=null"]), ("situ", ["hidden_act=situ", "hidden_act=silu"]),
+    ("latent-norm", ["latent_moe_use_norm=true", "latent_moe_use_norm=false"]),
+    ("decay", ["gate_lower_bound=-5", "gate_lower_bound=null"]), ("kda_layers=[1,2,3],[2]", ["kda_layers=[1,2,3]", "kda_layers=[2]"])])
 def test_compare_switch(monkeypatch, tmp_path, text, what, names):
     """The report's switches by name, and any other key; the largest activations are in every log."""
     assert tiny_run(monkeypatch, tmp_path, "--data", text, "--compare", what, "--steps", 1) is None

@@ -18,6 +18,7 @@ import math
 import os
 import pickle
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -507,11 +508,24 @@ def attn_res_weights(model, ids):
 # ---- Figures, drawn from metrics.jsonl -----------------------------------------------------------
 
 
-def plot(folder):
-    """Draws every figure that the log has numbers for; returns their paths."""
+def pyplot():
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    return plt
+
+
+def save_figure(fig, path, header):
+    """Writes the figure under a caption that says what made it; returns the path."""
+    fig.supxlabel("{command}\n{hardware}, seed {seed}, commit {commit}".format(**header),
+                  fontsize=6)
+    fig.savefig(path, dpi=150)
+    pyplot().close(fig)
+    return path
+
+
+def plot(folder):
+    """Draws every figure that the log has numbers for; returns their paths."""
     if (Path(folder) / "compare.json").exists():
         return plot_compare(folder)
     rows, paths = read_log(folder), []
@@ -526,14 +540,10 @@ def plot(folder):
             (draw_sources, "attn_res", "AttnRes after training", "source", "mix before")):
         data = [row for row in rows if row.get(key)]
         if data:
-            fig, ax = plt.subplots(figsize=(7, 4.5), layout="constrained")
+            fig, ax = pyplot().subplots(figsize=(7, 4.5), layout="constrained")
             draw(ax, [row["step"] for row in data], [row[key] for row in data], header, rows)
             ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
-            fig.supxlabel("{command}\n{hardware}, seed {seed}, commit {commit}".format(**header),
-                          fontsize=6)
-            paths.append(Path(folder) / f"{key}.png")
-            fig.savefig(paths[-1], dpi=150)
-            plt.close(fig)
+            paths.append(save_figure(fig, Path(folder) / f"{key}.png", header))
     return paths
 
 
@@ -742,17 +752,10 @@ def finish(model, out, prompt, run):
 
 # ---- Comparisons: the same weights and batches, one thing different ------------------------------
 
-COMPARE = {     # choice -> the arguments it changes
-    "balance": {"qb": dict(balance="qb"), "qb-exact": dict(balance="qb-exact"),
-                **{f"sign-{g:g}": dict(balance="sign", gamma=g) for g in (1e-2, 1e-3, 1e-4)},
-                "none": dict(balance="none")},
-    "attn-res": {"attn-res": {}, "plain-residual": dict(set=["attn_res_block_size=null"])},
-    "latent-norm": {"norm": dict(set=["latent_moe_use_norm=true"]),
-                    "no-norm": dict(set=["latent_moe_use_norm=false"])},
-    "situ": {"situ": dict(set=["hidden_act=situ"]), "swiglu": dict(set=["hidden_act=silu"])},
-    "decay": {"bounded": dict(set=["gate_lower_bound=-5"]),
-              "softplus": dict(set=["gate_lower_bound=null"])},
-}
+RULES = {"qb": {}, "qb-exact": {}, "none": {},      # --compare balance: choice -> other arguments
+         **{f"sign-{g:g}": dict(balance="sign", gamma=g) for g in (1e-2, 1e-3, 1e-4)}}
+SWITCHES = {"attn-res": "attn_res_block_size=2,null", "situ": "hidden_act=situ,silu",
+            "latent-norm": "latent_moe_use_norm=true,false", "decay": "gate_lower_bound=-5,null"}
 SWEEP = 1 / 3, 1, 3        # shares of the preset's learning rate that each optimizer is tried at
 PANELS = {"balance": ["imbalance", "loss"], "optimizer": ["loss", "head_rms", "head_spread"],
           "latent-norm": ["loss", "largest_routed"], "situ": ["loss", "largest_activation"],
@@ -761,33 +764,30 @@ PANELS = {"balance": ["imbalance", "loss"], "optimizer": ["loss", "head_rms", "h
 
 def alternatives(args):
     """choice -> the arguments that --compare changes for it."""
-    key, _, values = args.compare.partition("=")
-    if args.compare == "optimizer":
+    key, _, values = SWITCHES.get(args.compare, args.compare).partition("=")
+    if key == "balance":
+        return {name: {"balance": name, **change} for name, change in RULES.items()}
+    if key == "optimizer":
         lr = PRESETS[args.preset]["lr"] if args.lr is None else args.lr
-        return {f"{name}-{lr * share:.2g}": dict(optimizer=name, lr=lr * share)
+        return {f"{name}@{lr * share:.2g}": dict(optimizer=name, lr=lr * share)
                 for name in ("per-head-muon", "muon", "adamw") for share in SWEEP}
-    if args.compare in COMPARE:
-        return COMPARE[args.compare]
-    try:
-        words = [json.dumps(value) for value in json.loads(f"[{values}]")]
-    except json.JSONDecodeError:
-        words = values.split(",")
-    if len({*words}) < 2 or len({*words}) < len(words):
-        raise ValueError(f"--compare {args.compare}: there are {', '.join(COMPARE)}, optimizer, "
-                         "and KEY=V1,V2 with two different values or more")
-    return {f"{key}={word.strip()}": dict(set=[f"{key}={word.strip()}"]) for word in words}
+    words = re.split(r",(?![^[]*])", values)           # at commas outside of a list
+    pairs = dict.fromkeys(f"{key}={word}" for word in words)
+    if len(pairs) < 2:
+        raise ValueError(f"--compare {args.compare}: there are balance, optimizer, "
+                         f"{', '.join(SWITCHES)}, and KEY=V1,V2 with two values or more")
+    return {pair: dict(set=[*args.set, pair]) for pair in pairs}
 
 
 def compare(args):
     """Trains every choice in a folder of its own, then draws them together beside their table."""
     if args.resume:
         raise ValueError("--compare runs every choice from its start: no --resume")
-    out, runs = Path(args.out), {}
-    for name, change in alternatives(args).items():
-        one = runs[name] = argparse.Namespace(**{**vars(args), **change, "out": out / name})
-        one.set = args.set + change.get("set", [])
-        if args.steps is None:
-            one.steps = PRESETS[args.preset]["steps"] // 4
+    steps = PRESETS[args.preset]["steps"] // 4 if args.steps is None else args.steps
+    out = Path(args.out)
+    runs = {name: argparse.Namespace(**{**vars(args), "steps": steps, "out": out / name, **change})
+            for name, change in alternatives(args).items()}
+    for one in runs.values():
         settings(one)                                  # all are refused before the first runs
     for name, one in runs.items():
         if rank() == 0:
@@ -796,15 +796,12 @@ def compare(args):
     if rank():
         return
     found = {name: summary(out / name) for name in runs}
-    groups = {name: one.optimizer if args.compare == "optimizer" else name
-              for name, one in runs.items()}
     best = {}
-    for name in sorted(found, key=lambda name: -found[name]["val_bpb"]):
-        best[groups[name]] = name                      # the last, and lowest, of its group stays
+    for name in sorted(found, key=lambda name: np.nan_to_num(found[name]["val_bpb"], nan=np.inf)):
+        best.setdefault(runs[name].optimizer if args.compare == "optimizer" else name, name)
     result = dict(header={**read_log(out / name)[0]["header"], "compare": args.compare},
                   drawn=[name for name in runs if name in best.values()], runs=found)
     if args.compare == "balance":
-        print("---- fixed scores", flush=True)
         result["fixed_scores"] = fixed_scores()
     write_whole(out / "compare.json", json.dumps(result, indent=1).encode())
     paths = plot_compare(out)
@@ -859,45 +856,29 @@ def table_lines(found, drawn):
             for line in lines]
 
 
-def save_figure(fig, path, header):
-    import matplotlib.pyplot as plt
-    fig.supxlabel("{command}\n{hardware}, seed {seed}, commit {commit}".format(**header),
-                  fontsize=6)
-    fig.savefig(path, dpi=150)
-    plt.close(fig)
-    return path
-
-
 def plot_compare(folder):
     """compare.png, and fixed_scores.png if it was computed, from compare.json and the logs."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    folder = Path(folder)
+    folder, plt = Path(folder), pyplot()
     result = json.loads((folder / "compare.json").read_text())
-    header, runs, what = result["header"], result["runs"], result["header"]["compare"]
-    panels = PANELS.get(what, ["loss", "imbalance"])
-    sweep = [None] * (what == "optimizer")
-    fig, axes = plt.subplots(1, len(panels + sweep), figsize=(5 * len(panels + sweep), 4.5),
-                             layout="constrained", squeeze=False)
-    logs = {name: read_log(folder / name) for name in result["drawn"]}
-    for ax, panel in zip(axes[0], panels):
-        for name, rows in logs.items():
-            ax.plot(*series(rows, panel), lw=0.9, label=name)
-        ax.set(xlabel="step", ylabel=SERIES[panel][0])
-        if panel not in ("loss", "tokens_per_s", "head_rms"):
-            ax.set_yscale("log")
-        base = {"loss": (header["unigram_bits"], "entropy of single bytes"),
-                "imbalance": (1, "balanced"), "head_spread": (1, "all heads alike"),
-                "head_rms": (ADAMW_SIZE, "AdamW's usual size")}.get(panel)
-        if base:
-            ax.axhline(base[0], color="0.5", ls="--", label=base[1])
-    for optimizer in ("per-head-muon", "muon", "adamw") * bool(sweep):
-        points = sorted((float(name.removeprefix(optimizer + "-")), numbers["val_bpb"])
-                        for name, numbers in runs.items() if name.startswith(optimizer + "-"))
-        axes[0, -1].semilogx(*zip(*points), "o-", label=optimizer)
-        axes[0, -1].set(xlabel="peak learning rate", ylabel="held out, bits per byte")
-    for ax in axes[0]:
+    header, what = result["header"], result["header"]["compare"]
+    panels, sweep = PANELS.get(what, ["loss", "imbalance"]), what == "optimizer"
+    n = len(panels) + sweep
+    fig, axes = plt.subplots(1, n, figsize=(5 * n, 4.5), layout="constrained")
+    base = {"loss": (header["unigram_bits"], "entropy of single bytes"), "imbalance": (1, "even"),
+            "head_rms": (ADAMW_SIZE, "AdamW's usual size"), "head_spread": (1, "heads alike")}
+    for ax, panel in zip(axes, panels):
+        for name in result["drawn"]:
+            ax.plot(*series(read_log(folder / name), panel), lw=0.9, label=name)
+        ax.set(xlabel="step", ylabel=SERIES[panel][0],
+               yscale="linear" if panel in ("loss", "tokens_per_s", "head_rms") else "log")
+        if panel in base:
+            ax.axhline(base[panel][0], color="0.5", ls="--", label=base[panel][1])
+    tried = [(*name.split("@"), numbers["val_bpb"]) for name, numbers in result["runs"].items()]
+    for best in result["drawn"] * sweep:
+        points = [(float(lr), bits) for name, lr, bits in tried if name == best.split("@")[0]]
+        axes[-1].semilogx(*zip(*points), "o-", label=best.split("@")[0])
+        axes[-1].set(xlabel="peak learning rate", ylabel="held out, bits per byte")
+    for ax in axes:
         ax.legend(fontsize=7)
     fig.suptitle(f"--compare {what}")
     paths = [save_figure(fig, folder / "compare.png", header)]
@@ -963,8 +944,7 @@ def fixed_scores(m=1024, n=896, k=16, shards=4, seed=0, bins=(100, 300, 1000, 30
 
 
 def plot_fixed_scores(found, folder, header):
-    import matplotlib.pyplot as plt
-    fig, (rules, shards, bins) = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    fig, (rules, shards, bins) = pyplot().subplots(1, 3, figsize=(15, 4.5), layout="constrained")
     for ax, part, title in ((rules, "curves", "same scores every update"),
                             (shards, "shards", "ranks whose tokens like other experts")):
         for name, line in found[part].items():
@@ -1169,12 +1149,9 @@ def finish_shapes(model, run, out):
 
 def plot_shapes(folder):
     """Accuracy and chance, the loss, and the vision tower's gradient norm, from metrics.jsonl."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    rows, path = read_log(folder), Path(folder) / "shapes.png"
+    rows = read_log(folder)
     header, checks = rows[0]["header"], [row for row in rows if "accuracy" in row]
-    fig, (share, *others) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    fig, (share, *others) = pyplot().subplots(1, 3, figsize=(13, 4), layout="constrained")
     for i, (question, chance) in enumerate(header["chance"].items()):
         share.plot([row["step"] for row in checks], [row["accuracy"][question] for row in checks],
                    "o-", color=f"C{i}", label=f"{question}?")
@@ -1187,11 +1164,7 @@ def plot_shapes(folder):
             (others[1], "vision_grad_norm", "Vision tower's gradient", "norm")):
         ax.semilogy(*zip(*((row["step"], row[key]) for row in rows if key in row)), lw=0.7)
         ax.set(title=title, xlabel="step", ylabel=ylabel)
-    fig.supxlabel("{command}\n{hardware}, seed {seed}, commit {commit}".format(**header),
-                  fontsize=6)
-    fig.savefig(path, dpi=150)
-    plt.close(fig)
-    return path
+    return save_figure(fig, Path(folder) / "shapes.png", header)
 
 
 def main(argv=None):
@@ -1212,8 +1185,8 @@ def main(argv=None):
     add("--qk-clip", type=float, metavar="TAU", help="clip MLA heads whose largest logit passes it")
     add("--no-cuda-graph", action="store_true", help="launch every kernel by itself")
     add("--set", metavar="KEY=VALUE", action="append", default=[], help="config key; repeatable")
-    add("--compare", metavar="WHAT", help=f"{', '.join(COMPARE)}, optimizer, or KEY=V1,V2 for any "
-        "config key: each choice a run in DIR/, a quarter of the preset's steps unless --steps")
+    add("--compare", metavar="WHAT", help=f"balance, optimizer, {', '.join(SWITCHES)}, or "
+        "KEY=V1,V2: each choice a run in DIR/, a quarter of the preset's steps unless --steps")
     add("--plot", metavar="DIR", help="only draw the figures of DIR/metrics.jsonl again")
     args = ap.parse_args(argv)
     try:
