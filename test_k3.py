@@ -2586,6 +2586,8 @@ def test_compare_balance(monkeypatch, capsys, tmp_path, text):
     for path in made:
         path.unlink()
     assert tt.main(["--plot", str(tmp_path)]) is None and all(path.stat().st_size > 10000 for path in made)
+    (tmp_path / "compare.json").write_text("{}")
+    assert tt.main(["--plot", str(tmp_path)]) == 2 and "not a comparison" in capsys.readouterr().err
 
 
 def test_compare_optimizer(monkeypatch, tmp_path, text):

@@ -526,8 +526,6 @@ def save_figure(fig, path, header):
 
 def plot(folder):
     """Draws every figure that the log has numbers for; returns their paths."""
-    if (Path(folder) / "compare.json").exists():
-        return plot_compare(folder)
     rows, paths = read_log(folder), []
     header = rows[0]["header"]
     if header.get("task") == "shapes":
@@ -799,13 +797,19 @@ def compare(args):
     best = {}
     for name in sorted(found, key=lambda name: np.nan_to_num(found[name]["val_bpb"], nan=np.inf)):
         best.setdefault(runs[name].optimizer if args.compare == "optimizer" else name, name)
-    result = dict(header={**read_log(out / name)[0]["header"], "compare": args.compare},
+    first, *others = (read_log(out / name)[0]["header"] for name in runs)
+    common = {k: v for k, v in first.items() if all(other[k] == v for other in others)}
+    result = dict(header={**common, "compare": args.compare},
                   drawn=[name for name in runs if name in best.values()], runs=found)
     if args.compare == "balance":
         result["fixed_scores"] = fixed_scores()
     write_whole(out / "compare.json", json.dumps(result, indent=1).encode())
     paths = plot_compare(out)
     print("\n".join(table_lines(found, result["drawn"])))
+    rates = sorted({one.lr for one in runs.values()}) if args.compare == "optimizer" else []
+    for name in result["drawn"] * bool(rates):
+        if runs[name].lr in (rates[0], rates[-1]):
+            print(f"{name} is at the edge of the sweep: a rate beyond may be better (--lr)")
     print("figures", *paths)
 
 
@@ -860,6 +864,8 @@ def plot_compare(folder):
     """compare.png, and fixed_scores.png if it was computed, from compare.json and the logs."""
     folder, plt = Path(folder), pyplot()
     result = json.loads((folder / "compare.json").read_text())
+    if not {"header", "drawn", "runs"} <= {*result}:
+        raise ValueError(f"{folder}/compare.json is not a comparison of train_tiny.py")
     header, what = result["header"], result["header"]["compare"]
     panels, sweep = PANELS.get(what, ["loss", "imbalance"]), what == "optimizer"
     n = len(panels) + sweep
@@ -923,6 +929,7 @@ def fixed_scores(m=1024, n=896, k=16, shards=4, seed=0, bins=(100, 300, 1000, 30
     def histogram(s, b, cutoff, load, B=1000):
         h = QuantileHistogram(n, k, B)
         h.start(b), h.add(s, cutoff)
+        h.pooled = True                                # rank 0 is alone here
         return h.finish()
     exact = lambda s, b, cutoff, load: quantile_bias(s, cutoff, k)
     sign = lambda gamma: lambda s, b, cutoff, load: sign_bias(b, load, gamma)
@@ -1191,7 +1198,8 @@ def main(argv=None):
     args = ap.parse_args(argv)
     try:
         if args.plot:
-            print(*plot(args.plot))
+            compared = Path(args.plot, "compare.json").exists()
+            print(*(plot_compare if compared else plot)(args.plot))
             return
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             join_ranks("cuda" if args.preset == "gpu" else "cpu")
