@@ -18,7 +18,7 @@ released checkpoint's names and call them.
     text    tokenizer, chat          load_tokenizer, chat_prompt, generate
     shell   python k3.py --help      params, verify, trace, generate, figures
 
-Symbols the report uses twice keep one meaning here:
+Symbols, some of which the report uses twice (where a function needs a letter anew, it says so):
     B batch   T tokens   D hidden width (7168)   H heads (96)   dk, dv head widths (128)
     S KDA state [dk, dv]   g log-decay   alpha = exp(g) retention   z decay logits
     beta write strength (the soft caps are `cap`)   C width of the KV latent (512)   V vocabulary
@@ -62,6 +62,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")    # waiting CPU threads soon yield a shared core
 import numpy as np
 import tiktoken
 import torch
@@ -497,7 +498,7 @@ def kda_recurrent(q, k, v, g, beta, S=None, scale=None):
         error = v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t])        # not recalled by k yet
         write = beta[:, t, :, None] * error
         S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], write)              # Eq. 1
-        o.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
+        o.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))                # read: S^T q
     return (torch.stack(o, 1) if o else v).to(dtype), S
 
 
