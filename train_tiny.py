@@ -12,6 +12,7 @@ A run leaves in --out (default out/): metrics.jsonl (a header, then one object a
 state.pt (what --resume continues from) and checkpoint/ in the released layout.
 """
 import argparse
+import gc
 import io
 import json
 import math
@@ -814,6 +815,7 @@ def compare(args):
         if rank() == 0:
             print(f"---- {name}", flush=True)
         train(one)
+        gc.collect()                                   # its graph, before the next is captured
     if rank():
         return
     found = {name: summary(out / name) for name in runs}
