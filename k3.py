@@ -1354,6 +1354,13 @@ def mix_depth(blocks, s, proj, norm):
     return attn_res(sources, proj.weight[0], norm.weight, norm.eps)
 
 
+def depth_weights(blocks, s, proj, norm):
+    """The weights of mix_depth, averaged over batch and tokens: one number a source."""
+    sources = f32(torch.stack([*blocks, s], -2))
+    p = attn_res_scores(sources, proj.weight[0], norm.weight, norm.eps).softmax(-1)
+    return p.flatten(0, -2).mean(0).tolist()
+
+
 class TextModel(nn.Module):
     """Embedding, layers, final norm and the AttnRes mix before it; K3 runs them."""
 
@@ -2210,9 +2217,10 @@ class Checkpoint:
         wanted = {name: (shape, dtype, SINGLE if one_file else SHARD.format(shard, count))
                   for name, shape, dtype, shard, *_ in items}
         index_only = not self._infos and not self._unread
+        heads = (self.config.linear_num_heads,)
         for name in [] if index_only else wanted.keys() & self.tensors.keys():
-            if name.endswith("A_log") and self.tensors[name].shape == (self.config.linear_num_heads,):
-                wanted[name] = (self.tensors[name].shape, *wanted[name][1:])      # unpadded: as good
+            if name.endswith("A_log") and self.tensors[name].shape == heads:
+                wanted[name] = (heads, *wanted[name][1:])      # without its padding: as good
         return compare_inventory(wanted, self, index_only)
 
 
@@ -2624,17 +2632,19 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
     A, B = (0, n) if layers is None else layers
     if not 0 <= A < B <= n:
         raise ValueError(f"layers {A}:{B}: the model has layers 0 to {n - 1}")
-    model.kernel, forced, record = kernel, forced or {}, {} if record is None else record
+    model.kernel, forced = kernel, forced or {}
+    keep = (lambda found: None) if record is None else record.update
     with torch.no_grad():
         if A == 0:
             ids = torch.as_tensor(input_ids, device=device)
             ids = ids.unsqueeze(0) if ids.dim() == 1 else ids
             model.check_input(ids, None)
             s, _ = model.embed(ids, pixel_values, grid_thws, record)
-            record["embed"], blocks = s, []
+            keep({"embed": s})
+            blocks = []
         else:
             known = resume(start or {}, A, config)
-            record.update(known)
+            keep(known)
             *blocks, s = (x.to(device, dtype) for x in known.values())
         check_forced(forced, s.shape[:2], config)
         if A == 0:
@@ -2644,7 +2654,8 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
             layer = model.layer(i)
             s, blocks = layer(s, blocks, note=note, forced=forced.get(f"layers.{i}.topk_idx"))
             note = {name: note[name] for name in (*RECORDED, "gap") if name in note}
-            record_layer(record, i, note)
+            if record is not None:
+                record_layer(record, i, note)
             read, seconds = checkpoint.bytes_read - read, time.time() - began
             watch(i, note, layer_line(i, layer, before, blocks, note, read, seconds))
         if B < n:
@@ -2653,7 +2664,7 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
         mixed = text.output_mix(blocks, s)
         h = text.norm(mixed)
         note = {"final_mixed": mixed, "final_normed": h, "logits": f32(model.head(h))}
-        record.update(note)
+        keep(note)
         watch(None, note, "")
     return note["logits"]
 
@@ -2671,11 +2682,10 @@ def layer_line(i, layer, before, blocks, note, size, seconds):
     if layer.attn_res:
         after = note["attn_out"] if layer.starts_block else before[-1] + note["attn_out"]
         mixes = [(before, "self_attention")] if len(before) > 1 else []
-        for sources, name in (*mixes, ([*blocks, after], "mlp")):
+        for (*stored, running), name in (*mixes, ([*blocks, after], "mlp")):
             proj, norm = getattr(layer, f"{name}_res_proj"), getattr(layer, f"{name}_res_norm")
-            sources = f32(torch.stack(sources, -2))
-            p = attn_res_scores(sources, proj.weight[0], norm.weight, norm.eps).softmax(-1)
-            line += "  mix " + " ".join(f"{x:.2f}" for x in p.flatten(0, -2).mean(0).tolist())
+            weights = depth_weights(stored, running, proj, norm)
+            line += "  mix " + " ".join(f"{x:.2f}" for x in weights)
     return line
 
 
@@ -3206,9 +3216,8 @@ def verify_command(args):
 class TraceReport:
     """trace's watch: prints its lines and each tensor's relative error against a reference."""
 
-    def __init__(self, checkpoint, reference, rtol):
-        self.checkpoint, self.reference, self.rtol = checkpoint, reference, rtol
-        self.bad, self.seen = [], 0
+    def __init__(self, reference, rtol):
+        self.reference, self.rtol, self.bad, self.seen = reference, rtol, [], 0
 
     def __call__(self, i, note, line):
         if line:
@@ -3264,10 +3273,11 @@ def trace_command(args):
         ids, media = None, {}
     else:
         ids, media = prompt_ids(args, checkpoint, {**reference, **start})
-    report, record = TraceReport(checkpoint, reference, args.rtol), {}
-    trace(checkpoint, ids, args.layers, record, dtype=DTYPE_BY_NAME[args.dtype],
-          device=args.device, start=start, forced=reference if args.force_routing else None,
-          kernel=args.kernel, watch=report, **media)
+    report, record = TraceReport(reference, args.rtol), {}
+    trace(checkpoint, ids, args.layers, None if args.dump is None else record,
+          dtype=DTYPE_BY_NAME[args.dtype], device=args.device, start=start,
+          forced=reference if args.force_routing else None, kernel=args.kernel, watch=report,
+          **media)
     if args.dump is not None:
         read = {} if ids is None else {"input_ids": torch.as_tensor(ids)}
         write_safetensors(args.dump, {**read, **record})
@@ -3369,6 +3379,12 @@ def device(text):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be used ({reason})") from None
 
 
+def one_sentence(error):
+    """What an exception says, in one line and with the file's name."""
+    named = isinstance(error, OSError) and error.filename
+    return " ".join((f"{error.filename}: {error.strerror}" if named else str(error)).split())
+
+
 class OneLine(argparse.ArgumentParser):
     """argparse whose errors are one line, without the usage."""
 
@@ -3447,8 +3463,7 @@ def main(argv=None):
     try:
         return int(args.run(args) or 0)
     except (ValueError, OSError, torch.OutOfMemoryError) as e:
-        said = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
-        print(f"k3.py: {' '.join(said.split())}", file=sys.stderr)
+        print(f"k3.py: {one_sentence(e)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("k3.py: interrupted", file=sys.stderr)

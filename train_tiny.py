@@ -33,10 +33,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from k3 import (attn_res_scores, Balancer, byte_tokenizer, CONTROL, Experts, f32, generate,
+from k3 import (Balancer, byte_tokenizer, CONTROL, depth_weights, Experts, f32, generate,
                 image_prompt, K3, K3Config, keys_values, LatentMoE, load_model, load_tokenizer,
-                MLA, MLP, OneLine, pool, preprocess_image, quantile_bias, QuantileHistogram, ranks,
-                replacing, route, save_checkpoint, sign_bias, Tokenizer)
+                MLA, MLP, one_sentence, OneLine, pool, preprocess_image, quantile_bias,
+                QuantileHistogram, ranks, replacing, route, save_checkpoint, sign_bias, Tokenizer)
 
 # ---- Settings ------------------------------------------------------------------------------------
 
@@ -506,20 +506,18 @@ def attn_res_weights(model, ids):
     model.eval()(ids, record=record)
     model.train()
 
-    def mix(name, running, proj, norm):
-        sources = f32(torch.stack([*stored, running], -2))
-        scores = attn_res_scores(sources, proj.weight[0], norm.weight, norm.eps)
-        found[name] = scores.softmax(-1).mean((0, 1)).tolist()
     running = record["embed"]
     for i, layer in enumerate(text.layers):
         if stored:
-            mix(f"{i} attention", running, layer.self_attention_res_proj,
-                layer.self_attention_res_norm)
+            found[f"{i} attention"] = depth_weights(
+                stored, running, layer.self_attention_res_proj, layer.self_attention_res_norm)
         stored += [running] * layer.starts_block
         running = record[f"layers.{i}.prefix_sum"]
         after_attention = running - record[f"layers.{i}.ffn_out"]
-        mix(f"{i} feed-forward", after_attention, layer.mlp_res_proj, layer.mlp_res_norm)
-    mix("final", running, text.output_attn_res_proj, text.output_attn_res_norm)
+        found[f"{i} feed-forward"] = depth_weights(stored, after_attention, layer.mlp_res_proj,
+                                                   layer.mlp_res_norm)
+    found["final"] = depth_weights(stored, running, text.output_attn_res_proj,
+                                   text.output_attn_res_norm)
     return found
 
 # ---- Figures, drawn from metrics.jsonl -----------------------------------------------------------
@@ -1236,9 +1234,8 @@ def main(argv=None):
         run = train_shapes if args.task == "shapes" else compare if args.compare else train
         run(args)
     except (ValueError, OSError, torch.OutOfMemoryError) as e:
-        said = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
         if rank() == 0 or isinstance(e, OSError):        # a wrong argument is wrong on every rank
-            print(f"train_tiny.py: {' '.join(said.split())}", file=sys.stderr)
+            print(f"train_tiny.py: {one_sentence(e)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("train_tiny.py: interrupted", file=sys.stderr)
