@@ -8,9 +8,15 @@ that a CUDA graph holds forward and backward. Nothing is summed by atomics: the 
 the same bits.
 
 Three habits pay for most of the speed. A matmul writes its result where it is wanted (`out=`, also
-into a slice). Elementwise work runs on contiguous tensors of one dtype, the only case that PyTorch
-vectorises. A copy that reorders moves eight bytes at a time (`reorder`).
+into a block of a larger matrix). Elementwise work runs on contiguous tensors of one dtype, the only
+case that PyTorch vectorises: where a factor is shared by many tokens, writing it out for each of
+them first is cheaper (`spread`). A copy that reorders moves 16 bytes at a time (`reorder`).
+
+    python kernels.py        times both on this machine
 """
+import math
+import time
+
 import torch
 import torch.nn.functional as F
 
@@ -36,9 +42,10 @@ def kda_chunk(q, k, v, g, beta, S=None, scale=None):
 
     On a GPU 16-bit inputs are multiplied as bf16 and summed in fp32; decays, the tiles' inverses
     and the state are fp32. Floor at B 1, T 8192, H 96, d 128, bf16: 1.2 GB read or written once,
-    0.28 ms on one H200. Spent there, forward, in ms: load 1.0 (8 passes over a tensor), tiles 1.7
-    (10), doubling 16 to 128 2.7 (3 x 7), each chunk's M and Xk' v 0.5, scan 1.0 (64 steps), outputs
-    0.8 (5). Only the inputs are kept for the backward, which runs the forward again.
+    0.28 ms on one H200. Spent there, forward, in ms: load 0.9 (12 passes over a tensor of 0.2 GB),
+    tiles 1.4 (16), doubling 16 to 128 2.1 (3 x 8), Xk and Xq 0.3 (6), M and Xk' v 0.5 (8), scan 1.0
+    (64 steps), outputs 0.8 (12). The inputs and the state before each chunk, in bf16, are kept for
+    the backward, which builds the chunks again.
     """
     B, T, H, dk = q.shape
     shapes = [tuple(y.shape) for y in (q, k, v, g, beta)]
@@ -60,12 +67,19 @@ def mm(a, b, out, beta=0, alpha=1):
 
 
 def reorder(new, x):
-    """new.copy_(x), eight bytes at a time where possible: it costs by the element, not the byte."""
+    """new.copy_(x), 16 bytes at a time where possible: it costs by the element, not the byte."""
     size = x.element_size()
-    if new.dtype == x.dtype and all(y.stride(-1) == 1 and y.shape[-1] * size % 8 == 0
-                                    and y.storage_offset() * size % 8 == 0 for y in (new, x)):
-        new, x = new.view(torch.int64), x.view(torch.int64)
-    new.copy_(x)
+    if new.dtype == x.dtype and all(y.stride(-1) == 1 and y.shape[-1] * size % 16 == 0
+                                    and y.storage_offset() * size % 16 == 0 for y in (new, x)):
+        new.view(torch.complex128).copy_(x.view(torch.complex128))
+        return new
+    return new.copy_(x)
+
+
+def spread(x, w):
+    """x [..., 1, d] written w times: a product with it is one pass that vectorises."""
+    shape = *x.shape[:-2], w, x.shape[-1]
+    return reorder(torch.empty(shape, dtype=x.dtype, device=x.device), x.expand(shape))
 
 
 def tiles(x):
@@ -77,19 +91,25 @@ def halves(x, w):
     return x.view(-1, 2, w, x.shape[-1]).unbind(1)
 
 
-def on_diagonal(x):
-    """Pairs of blocks x [2n, w, w] on the diagonal of new [n, 2w, 2w]; zeros elsewhere."""
-    n, w, _ = x.shape
-    new = x.new_zeros(n // 2, 2 * w, 2 * w)
-    reorder(new.view(-1, 2, w, 2, w).diagonal(0, 1, 3).movedim(-1, 1), x.view(-1, 2, w, w))
-    return new
+def squares(like, dtype, make=torch.zeros):
+    """A C x C matrix for each chunk of `like`, with a spare row between two: so the w x w blocks on
+    all diagonals lie evenly spaced, one batch for a matmul."""
+    n, C, _ = like.shape
+    return make(n, C + 1, C, dtype=dtype, device=like.device)[:, :C]
 
 
-def blocks(x, w):
-    """Of each 2w x 2w block on the diagonal of x [chunks, C, C], the w x w one below left."""
-    m = x.shape[-1] // (2 * w)
-    low = x.view(-1, m, 2, w, m, 2, w)[:, :, 1, :, :, 0].diagonal(0, 1, 3)
-    return low.movedim(-1, 1).reshape(-1, w, w)
+def diagonal(x, w):
+    """The w x w blocks on the diagonals of squares (a view)."""
+    C = x.shape[-1]
+    shape, stride = (len(x) * C // w, w, w), (w * (C + 1), C, 1)
+    return x.as_strided(shape, stride, x.storage_offset())
+
+
+def below(x, w):
+    """Of every 2w x 2w block on the diagonals of squares, the w x w one below left (a view)."""
+    C = x.shape[-1]
+    shape, stride = (len(x) * C // (2 * w), w, w), (2 * w * (C + 1), C, 1)
+    return x.as_strided(shape, stride, x.storage_offset() + w * C)
 
 
 class _Layout:
@@ -110,14 +130,11 @@ class _Layout:
 
     def turn(self, x):
         x = x.unflatten(1, (self.shape[0], -1)).permute(1, 0, 3, 2, 4)
-        new = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        reorder(new, x)
-        return new.flatten(0, 2)
+        return reorder(torch.empty(x.shape, dtype=x.dtype, device=x.device), x).flatten(0, 2)
 
     def back(self, x, dtype):
         x = x.view(*self.shape, *x.shape[1:]).permute(1, 0, 3, 2, 4)
-        new = torch.empty(x.shape, dtype=dtype, device=x.device)
-        reorder(new, x)
+        new = reorder(torch.empty(x.shape, dtype=dtype, device=x.device), x)
         return new.flatten(1, 2)[:, :self.T]
 
 
@@ -132,52 +149,52 @@ def load(x, q, k, v, g, beta):
 
 
 def build(x, q, k, E, total, beta, keep=None):
-    """Every chunk as a map of the state S that enters it, by doubling from tiles.
+    """Every chunk as a map of the state S that enters it: K, Q, c, T, B and the chunk's decay.
 
-    With r = v - K S, a block of tokens gives o = Q S + Xq r and leaves decay * S + Xk' r; K and Q
-    (rows) are k and q decayed since the block's start. In a tile the tokens write
-    u = T r, T = (1/beta + tril(k k', -1))^-1 with the decay between the two tokens in each product,
-    so that Xq = tril(q k') T and Xk = T' k, k decayed until the end. Of two neighbours the later
-    sees the state that the earlier one leaves: its r loses P r_lo, P = k_hi X_lo'. keep, a list,
-    collects what the backward needs: T, then each level's P, rows and columns.
+    Its tokens write u = T (v - K S), T = (1/beta + A)^-1, A = tril(k k', -1) with the decay between
+    the two tokens in each product, and read o = Q S + B u, B = tril(q k'). It leaves
+    decay * S + c' u. K and Q (rows) are k and q decayed since its start, c is k decayed until its
+    end: so Xk = T' c and Xq = B T make it one map of S and v.
+
+    A and B of a tile are dense products, its T is solved row by row. Doubling does the rest: of two
+    neighbouring blocks the later one's rows times the earlier one's c' are A's or B's block below
+    left, T's is -T1 A T0; then one side's decays grow by the other side's total. keep, a list,
+    collects each level's factors for the backward.
     """
     n, C, d = k.shape
-    rows, cols = torch.empty(2, n, C, d, dtype=k.dtype, device=k.device), k / E
+    rows, c = torch.empty(2, n, C, d, dtype=k.dtype, device=k.device), k / E
     torch.mul(k, E, out=rows[0])
     torch.mul(q, E, out=rows[1])
-    L, A = torch.empty(2, n * C // TILE, TILE, TILE, dtype=x.acc, device=k.device)
-    mm(tiles(rows[0]), tiles(cols).mT, L).mul_(tiles(beta))
-    mm(tiles(rows[1]), tiles(cols).mT, A).tril_()
-    T = torch.diag_embed(beta.view(-1, TILE))      # (1 + beta k k') T = beta, solved row by row
-    T = torch.linalg.solve_triangular(L, T, upper=False, unitriangular=True)
-    Xq, T = torch.bmm(A, T).to(x.lo), T.to(x.lo)
-    tiles(cols).mul_(total.view(-1, 1, d).exp().to(x.lo))
-    Xk = torch.bmm(T.mT, tiles(cols)).view_as(k)
-    if keep is not None:
-        keep.append(T)
+    T, B = squares(k, x.lo), squares(k, x.lo)
+    L = torch.empty(n * C // TILE, TILE, TILE, dtype=x.acc, device=k.device)
+    mm(tiles(rows[0]), tiles(c).mT, L).mul_(tiles(beta))
+    mm(tiles(rows[1]), tiles(c).mT, diagonal(B, TILE)).tril_()
+    one = torch.diag_embed(beta.view(-1, TILE))      # (1 + beta k k') T = beta, solved row by row
+    diagonal(T, TILE).copy_(torch.linalg.solve_triangular(L, one, upper=False, unitriangular=True))
+    tiles(c).mul_(spread(total.view(-1, 1, d).exp().to(x.lo), TILE))
     w = TILE
     while w < C:
-        (k_lo, k_hi), (q_lo, q_hi), (X_lo, X_hi) = (halves(y, w) for y in (*rows, Xk))
+        (k_hi, q_hi), c_lo = (halves(y, w)[1] for y in rows), halves(c, w)[0]
         before, after = total.view(-1, 2, 1, d).exp().to(x.lo).unbind(1)
-        P = torch.bmm(k_hi, X_lo.mT)
+        T0, T1 = diagonal(T, w).unflatten(0, (-1, 2)).unbind(1)
+        mm(T1, torch.bmm(torch.bmm(k_hi, c_lo.mT), T0), below(T, w), alpha=-1)
+        mm(q_hi, c_lo.mT, below(B, w))
         if keep is not None:
-            c_lo = halves(cols, w)[0]
-            keep.append((w, P, k_hi.clone(), q_hi.clone(), c_lo.clone(), before, after))
-            c_lo.mul_(after)
-        Xq_hi, Xq = Xq.view(-1, 2, w, w)[:, 1], on_diagonal(Xq)
-        mm(Xq_hi, P, mm(q_hi, X_lo.mT, Xq[:, w:, :w]), beta=1, alpha=-1)
-        mm(P.mT, X_hi, X_lo.mul_(after), beta=1, alpha=-1)
+            saved = (reorder(torch.empty_like(y, memory_format=torch.contiguous_format), y)
+                     for y in (k_hi, q_hi, c_lo))
+            keep.append((w, *saved, before, after))
         k_hi.mul_(before)
         q_hi.mul_(before)
+        c_lo.mul_(after)
         total = total.view(n, -1, 2, d).sum(2)
         w *= 2
-    return rows, cols, Xq, Xk, total
+    return rows, c, T, B, total.squeeze(1).exp()
 
 
-def transition(x, rows, Xk, total):
+def transition(x, Xk, K, decay):
     """M of S_next = Xk' v - M S."""
     M = torch.empty(len(Xk), *2 * Xk.shape[-1:], dtype=x.acc, device=Xk.device)
-    mm(Xk.mT, rows[0], M).diagonal(dim1=1, dim2=2).sub_(total.squeeze(1).exp())
+    mm(Xk.mT, K, M).diagonal(dim1=1, dim2=2).sub_(decay)
     return M
 
 
@@ -192,93 +209,98 @@ def scan(states, M, reverse=False):
 class _KDAChunk(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, g, beta, S, scale):
-        ctx.save_for_backward(q, k, v, g, beta, S)
-        ctx.scale, x = scale, _Layout(v)
-        q, k, value, *local = load(x, q, k, v, g, beta)
-        rows, cols, Xq, Xk, total = build(x, q, k, *local)
-        del q, k, local, cols
-        M = transition(x, rows, Xk, total)
+        ctx.scale, x, inputs = scale, _Layout(v), (q, k, v, g, beta)
+        q, k, v, *local = load(x, *inputs)
+        (K, Q), c, T, B, decay = build(x, q, k, *local)
+        Xk, Xq = torch.bmm(T.mT, c), torch.bmm(B, T)
+        del q, k, local, c, T, B
+        M = transition(x, Xk, K, decay)
         states = S.new_empty(x.shape[0] + 1, *S.flatten(0, 1).shape)
         states[0] = S.flatten(0, 1)
-        mm(Xk.mT, value, states[1:].flatten(0, 1))
+        mm(Xk.mT, v, states[1:].flatten(0, 1))
         scan(states, M)
         del M, Xk
-        R = rows[1].baddbmm_(Xq, rows[0], alpha=-1)
-        o = mm(Xq, value, torch.empty_like(value), alpha=scale)
-        o.baddbmm_(R, states[:-1].flatten(0, 1).to(x.lo), alpha=scale)
-        return x.back(o, v.dtype), states[-1].view_as(S).clone()
+        low = states.to(x.lo)
+        ctx.save_for_backward(*inputs, low)
+        o = mm(Xq, v, torch.empty_like(v), alpha=scale)
+        o.baddbmm_(Q.baddbmm_(Xq, K, alpha=-1), low[:-1].flatten(0, 1), alpha=scale)
+        return x.back(o, inputs[2].dtype), states[-1].view_as(S).clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dS):
-        """D: gradient of the state after each chunk; u: what a token writes; dr: gradient of its
-        r = v - K S. A product of the forward then has the gradient do u' (queries) or -dr u'
-        (keys), and a log-decay the sum of row * drow - column * dcolumn from it to the chunk's end.
+        """D: gradient of the state after each chunk; u: what a token writes; dr: gradient of
+        v - K S. A product in A has the gradient -dr u', one in B do u'. The gradient of a log-decay
+        is what S and what earlier tokens wrote carry past the chunk's end, and the sum of
+        row * drow - c * dc, from its token on, of products inside the chunk.
         """
-        *inputs, S0 = ctx.saved_tensors
+        *inputs, S = ctx.saved_tensors
         x, keep = _Layout(inputs[2]), []
         q, k, v, E, total, beta = load(x, *inputs)
         do = x.turn(x.pad(do).to(x.lo)).mul_(ctx.scale)
-        rows, cols, Xq, Xk, decay = build(x, q, k, E, total, beta, keep)
-        R, M = rows[1].baddbmm_(Xq, rows[0], alpha=-1), transition(x, rows, Xk, decay)
-        S, D = S0.new_empty(2, x.shape[0] + 1, *S0.flatten(0, 1).shape)
-        S[0], D[-1] = S0.flatten(0, 1), dS.flatten(0, 1)
-        mm(Xk.mT, v, S[1:].flatten(0, 1))
-        mm(R.mT, do, D[:-1].flatten(0, 1))
-        scan(S, M)
+        (K, Q), c, T, B, decay = build(x, q, k, E, total, beta, keep)
+        Xk, Xq = torch.bmm(T.mT, c), torch.bmm(B, T)
+        del B
+        M = transition(x, Xk, K, decay)
+        D = dS.new_empty(*S.shape, dtype=x.acc)
+        D[-1] = dS.flatten(0, 1)
+        mm(Q.baddbmm_(Xq, K, alpha=-1).mT, do, D[:-1].flatten(0, 1))
         scan(D, M, reverse=True)
-        dS, S, D = D[0].view_as(S0).clone(), *(y.flatten(0, 1).to(x.lo) for y in (S[:-1], D[1:]))
+        dS, D, S = D[0].clone(), D[1:].flatten(0, 1).to(x.lo), S[:-1].flatten(0, 1)
         del M
-        dtotal = decay.squeeze(1).exp() * (S * D).sum(-1, dtype=x.acc)
         dr = torch.bmm(Xq.mT, do).baddbmm_(Xk, D)
-        u = v.baddbmm_(rows[0], S, alpha=-1)
-        del Xq, Xk, R, rows
-        T, *levels = keep
-        for w, P, *_ in reversed(levels):
-            mm(P, halves(u, w)[0], halves(u, w)[1], beta=1, alpha=-1)
-        u = torch.bmm(T, tiles(u)).view_as(v)
-        # (1/beta + A) u = r, so that 1/beta has the gradient -dr . u
-        dbeta = (dr * u).sum(-1, keepdim=True, dtype=x.acc) / beta.square().clamp_min(1e-30)
-        own = (do * u).sum(-1, keepdim=True, dtype=x.acc).to(x.lo)      # q_i . k_i: no decay in it
-        dA = torch.empty(2, *u.shape[:2], x.C, dtype=x.lo, device=u.device)
-        mm(dr, u.mT, dA[0], alpha=-1)
-        mm(do, u.mT, dA[1])
-        drows = torch.empty(2, *k.shape, dtype=x.lo, device=u.device)
+        u = torch.bmm(T, v.baddbmm_(K, S, alpha=-1))
+        del Xq, Xk, T, K, Q
+        dtotal = decay * (S * D).sum(-1, dtype=x.acc)
+        dA, dB = (squares(u, x.lo, torch.empty) for _ in range(2))
+        mm(dr, u.mT, dA, alpha=-1)
+        mm(do, u.mT, dB)
+        drows = torch.empty(2, *k.shape, dtype=x.lo, device=k.device)
         mm(dr, S.mT, drows[0], alpha=-1)
         mm(do, S.mT, drows[1])
-        dend = torch.bmm(u, D.mT)
+        dend, dc = torch.bmm(u, D.mT), torch.zeros_like(k)
+        past = c.mul_(dend)
         del S, D, u, do
-        past = cols * dend          # the state's own decay acts on what was written before
-        dcols = torch.zeros_like(k)
-        for w, _, k_hi, q_hi, c_lo, before, after in reversed(levels):
-            da, db = (blocks(y, w) for y in dA)
-            mm(da, c_lo, halves(drows[0], w)[1].mul_(before), beta=1)
-            mm(db, c_lo, halves(drows[1], w)[1].mul_(before), beta=1)
-            mm(db.mT, q_hi, mm(da.mT, k_hi, halves(dcols, w)[0].mul_(after), beta=1), beta=1)
-        del keep, levels
-        decay = total.flip(1).cumsum(1).flip(1)       # from each tile's start to the chunk's end
-        tiles(dcols).mul_(total.view(-1, 1, k.shape[-1]).exp().to(x.lo))
-        tiles(dend).mul_(decay.view(-1, 1, k.shape[-1]).exp().to(x.lo))
-        da, db = (y.unflatten(2, (-1, TILE)).unflatten(1, (-1, TILE)).diagonal(0, 1, 3)
-                  .movedim(-1, 1).reshape(-1, TILE, TILE).tril_(-1) for y in dA)
+        # (1/beta + A) u = r, so that 1/beta has the gradient -dr . u
+        dbeta = -dA.diagonal(dim1=1, dim2=2).unsqueeze(-1) / beta.square().clamp_min(1e-30)
+        width = math.gcd(k.shape[-1], 8)                # q . k of one token: no decay in it
+        own = dB.diagonal(dim1=1, dim2=2).reshape(-1, 1, 1).repeat(1, 1, width)
+        own = spread(own, k.shape[-1] // width).view_as(k)
+        while keep:
+            w, k_hi, q_hi, c_lo, before, after = keep.pop()
+            mm(below(dA, w), c_lo, halves(drows[0], w)[1].mul_(before), beta=1)
+            mm(below(dB, w), c_lo, halves(drows[1], w)[1].mul_(before), beta=1)
+            dc_lo = halves(dc, w)[0].mul_(after)
+            mm(below(dA, w).mT, k_hi, dc_lo, beta=1)
+            mm(below(dB, w).mT, q_hi, dc_lo, beta=1)
+        later = total.flip(1).cumsum(1).flip(1)       # from each tile's start to the chunk's end
+        for y, decay in ((dc, total), (dend, later)):
+            tiles(y).mul_(spread(decay.view(-1, 1, k.shape[-1]).exp().to(x.lo), TILE))
         rk, rq, ck = k * E, q * E, k / E
-        drk, drq, dck, part = (torch.empty(k.shape, dtype=x.acc, device=k.device) for _ in range(4))
-        mm(da, tiles(ck), tiles(drk))
-        mm(db, tiles(ck), tiles(drq))
-        mm(da.mT, tiles(rk), tiles(dck))
-        mm(db.mT, tiles(rq), tiles(part))
-        drk += drows[0]
-        drq += drows[1]
-        dck.add_(part).add_(dcols)
-        dG = (rk * drk).addcmul_(rq, drq).addcmul_(ck, dck, value=-1)
-        dg = torch.empty_like(dG)
-        dg[:, 0] = dtotal + dG.sum(1)
-        torch.sub(past[:, :-1], dG[:, :-1], out=dg[:, 1:])
-        dg = dg.cumsum_(1)
-        dq = (drq.to(x.lo) * E).addcmul_(k, own)
-        dk = (drk.to(x.lo) * E).add_((dck.to(x.lo) + dend).div_(E)).addcmul_(q, own)
+        pairs = lambda: (rk * drows[0]).addcmul_(rq, drows[1]).addcmul_(ck, dc, value=-1)
+        by_tile = lambda y: tiles(y).sum(1, dtype=x.acc).view_as(total)
+        # Sums over a whole chunk would drown a strong decay's gradient in rounding: so far `pairs`
+        # are of two tiles, whose sums over tiles are carried into each tile; the rest is inside it.
+        cross, before = by_tile(pairs()), by_tile(past)
+        carried = torch.cat([dtotal.unsqueeze(1), before[:, :-1]], 1).cumsum(1)
+        carried[:, :-1] += cross[:, 1:].flip(1).cumsum(1).flip(1)
+        da, db = (diagonal(y, TILE).contiguous().tril_(-1) for y in (dA, dB))
+        mm(da, tiles(ck), tiles(drows[0]), beta=1)
+        mm(db, tiles(ck), tiles(drows[1]), beta=1)
+        mm(da.mT, tiles(rk), tiles(dc), beta=1)
+        mm(db.mT, tiles(rq), tiles(dc), beta=1)
+        dG = pairs()
+        tiles(dG)[:, -1] += carried.flatten(0, 1).to(x.lo)
+        on = torch.ones(TILE, TILE, dtype=x.lo, device=k.device)
+        on = torch.block_diag(*[on] * (x.C // TILE))
+        dg = torch.empty(k.shape, dtype=x.acc, device=k.device)
+        mm(on.triu().expand(len(k), -1, -1), dG, dg)
+        mm(on.tril(-1).expand(len(k), -1, -1), past, dg, beta=1)
+        dq = drows[1].mul_(E).addcmul_(k, own)
+        dk = drows[0].mul_(E).addcdiv_(dc.add_(dend), E).addcmul_(q, own)
         dq, dk, dv, dg = (x.back(y, z.dtype) for y, z in zip((dq, dk, dr, dg), inputs))
-        return dq, dk, dv, dg, x.back(dbeta, inputs[4].dtype).squeeze(-1), dS, None
+        dbeta = x.back(dbeta, inputs[4].dtype).squeeze(-1)
+        return dq, dk, dv, dg, dbeta, dS.view(*x.shape[1:], *dS.shape[1:]), None
 
 
 # ---- experts
@@ -336,7 +358,7 @@ def _blocked(rows, w, ends, size=16):
 
 def _product(rows, w, ends):
     """rows[a:b] @ w[e].T for every expert e, whose rows are those from ends[e - 1] to ends[e]."""
-    w = (_mxfp4(*w) if isinstance(w, tuple) else w).to(rows.dtype)
+    w = (w if torch.is_tensor(w) else _mxfp4(*w)).to(rows.dtype)
     if rows.is_cuda:
         grouped = rows.dtype == torch.bfloat16       # of others it reads the group sizes back
         return F.grouped_mm(rows, w.mT, offs=ends) if grouped else _blocked(rows, w, ends)
@@ -360,10 +382,82 @@ def experts_grouped(x, experts, weights, w1, w3, w2, act=None):
         return x.clone()
     chosen, order = experts.flatten().sort(stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(m * k, device=x.device))
-    E = len(w1[0] if isinstance(w1, tuple) else w1)
-    ends = torch.searchsorted(chosen, torch.arange(E, device=x.device), right=True, out_int32=True)
+    packed = isinstance(w1, tuple)
+    every = torch.arange(len(w1[0] if packed else w1), device=x.device)
+    if packed and m * k < len(every):        # only the chosen ones are decoded, each for one row
+        w1, w3, w2 = ([y.index_select(0, chosen) for y in w] for w in (w1, w3, w2))
+        chosen = every = every[:m * k]
+    ends = torch.searchsorted(chosen, every, right=True, out_int32=True)
     rows = _Gather.apply(x, order // k, place.view(m, k))
     share = _Gather.apply(weights.flatten(), order, place.view(-1, 1)).unsqueeze(-1)
     h = (act or _situ_glu)(_product(rows, w1, ends), _product(rows, w3, ends))
     y = _product((h * share).to(x.dtype), w2, ends)
     return _Gather.apply(y, place, order.view(-1, 1)).unflatten(0, (m, k)).sum(1)
+
+
+# ---- timing
+
+def _ms(fn, times=11):
+    """Median times of fn() in ms: called, and on a GPU also as a CUDA graph."""
+    fn()
+    if not torch.cuda.is_available():
+        clock = [time.perf_counter()]
+        for _ in range(times):
+            fn()
+            clock.append(time.perf_counter())
+        return [sorted(b - a for a, b in zip(clock, clock[1:]))[times // 2] * 1e3]
+    side, graph, medians = torch.cuda.Stream(), torch.cuda.CUDAGraph(), []
+    with torch.cuda.stream(side):
+        fn()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        fn()
+    for run in (fn, graph.replay):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+        for mark in marks:
+            run()
+            mark.record()
+        torch.cuda.synchronize()
+        medians.append(sorted(a.elapsed_time(b) for a, b in zip(marks, marks[1:]))[times // 2])
+    return medians
+
+
+def _show(what, fn):
+    print(f"{what:62s}", *(f"{ms:9.2f} ms" for ms in _ms(fn)), flush=True)
+
+
+def _time_kda(B, T, H, d, device, dtype):
+    rand = lambda *s: torch.randn(*s, device=device)
+    q, k = (F.normalize(rand(B, T, H, d), dim=-1).to(dtype) for _ in range(2))
+    g, beta = -5 * torch.sigmoid(2 * rand(B, T, H, d) - 3), torch.sigmoid(rand(B, T, H))
+    inputs = [y.requires_grad_() for y in (q, k, rand(B, T, H, d).to(dtype), g, beta)]
+    do, what = rand(B, T, H, d).to(dtype), f"kda_chunk {B} x {T} x {H} x {d} {str(dtype)[6:]}"
+    _show(f"{what}, forward", torch.no_grad()(lambda: kda_chunk(*inputs)))
+    _show(f"{what}, and backward",
+          lambda: torch.autograd.grad(kda_chunk(*inputs)[0], inputs, do))
+
+
+def _time_experts(E, i, l, k, packed):
+    byte = lambda low, high, *s: torch.randint(low, high, s, device="cuda", dtype=torch.uint8)
+    if packed:
+        draw = lambda o, n: (byte(0, 256, E, o, n // 2), byte(118, 122, E, o, n // 32))
+    else:
+        draw = lambda o, n: torch.randn(E, o, n, device="cuda", dtype=torch.bfloat16).mul_(0.02)
+    weights = [draw(i, l), draw(i, l), draw(l, i)]
+    for m in (4096, 8):
+        x = torch.randn(m, l, device="cuda", dtype=torch.bfloat16)
+        experts, p = torch.rand(m, E, device="cuda").topk(k).indices, torch.rand(m, k, device="cuda")
+        _show(f"experts_grouped {E} x {i} x {l} {'MXFP4' if packed else 'bf16'}, {m} tokens",
+              torch.no_grad()(lambda: experts_grouped(x, experts, p, *weights)))
+
+
+if __name__ == "__main__":
+    if torch.cuda.is_available():
+        print(torch.cuda.get_device_name(), "torch", torch.__version__, "(called, as a CUDA graph)")
+        for shape in ((1, 8192, 96, 128), (1, 2048, 96, 128), (16, 512, 4, 64)):
+            _time_kda(*shape, "cuda", torch.bfloat16)
+        for packed in (False, True) if torch.cuda.mem_get_info()[0] > 110e9 else ():
+            _time_experts(896, 3072, 3584, 16, packed)
+    else:
+        print("CPU,", torch.get_num_threads(), "threads, torch", torch.__version__)
+        _time_kda(1, 2048, 4, 64, "cpu", torch.float32)
