@@ -3,6 +3,7 @@
 Numbers that another program produced are written out with their origin; none was printed by this code and pasted.
 Run: python -m pytest -q
 """
+import argparse
 import base64
 import functools
 import inspect
@@ -1209,6 +1210,39 @@ def test_mxfp4_encode_rounds_to_the_nearest_code():
     assert torch.equal(error, nearest)
 
 
+def test_mxfp4_round_is_what_the_codes_hold():
+    """Blocks of every scale, ties, zeros and subnormals: the values of decode(encode), bit for bit; the gradient passes as it is."""
+    power = torch.exp2(torch.arange(-140.0, 120).repeat(2, 1)).view(2, -1, 1)
+    x = torch.cat([power * draw(2, 260, 32, dtype=torch.float32), power * torch.arange(-16, 16) / 4, torch.zeros(2, 1, 32)], 1)
+    x = x.flatten(1).requires_grad_()
+    got = k3.mxfp4_round(x)
+    assert torch.equal(got, k3.mxfp4_decode(*k3.mxfp4_encode(x)))
+    grad = draw(*x.shape, dtype=torch.float32)
+    assert torch.equal(torch.autograd.grad(got, x, grad)[0], grad)
+    assert k3.mxfp4_round(torch.tensor([math.inf] + [0.0] * 31)).isnan().all()
+
+
+@pytest.mark.parametrize("kernel", ["plain", "fast"])
+def test_rounded_experts_are_the_decoded_codes(kernel):
+    """Quantisation-aware training: loss and gradients are those of a model whose experts are decoded codes."""
+    models, ids = [tiny(), tiny()], some_ids()
+    names = [name for name in models[0].state_dict() if ".experts." in name]
+    losses, grads = [], []
+    with torch.no_grad():
+        for name in names:
+            w = models[1].get_parameter(name)
+            w.copy_(k3.mxfp4_decode(*k3.mxfp4_encode(w)))
+    for model, rounded in zip(models, (True, False)):
+        model.kernel = kernel
+        for moe in model.moe_layers():
+            moe.experts.rounded = rounded
+        losses.append(model.loss(ids[:, :-1], ids[:, 1:])[0])
+        losses[-1].backward()
+        grads.append([model.get_parameter(name).grad for name in names])
+    assert torch.equal(*losses) and all(torch.equal(a, b) and a.any() for a, b in zip(*grads))
+    assert not torch.equal(*(model.get_parameter(names[0]) for model in models))
+
+
 def test_mxfp4_refuses_what_it_cannot_hold():
     assert not k3.mxfp4_decode(*k3.mxfp4_encode(torch.zeros(3, 64))).any()
     for bad in (math.nan, math.inf, -math.inf):
@@ -1984,6 +2018,27 @@ def test_trace_reads_only_chosen_experts(saved):
     assert 4 <= touched <= 8 and f"{(layer + touched * expert) / 1e6:.1f} MB" in lines[2]
 
 
+def test_generate_drafted_is_greedy():
+    """The MTP layer's drafts change the number of calls, not the text, whether few or most of them are right."""
+    text = b"the cat sat on the mat, the dog sat on the log"
+    model, ids, sizes = K3(K3Config.tiny(num_nextn_predict_layers=1)), torch.tensor([[*text]]), []
+    optimizer = tt.PerHeadMuon(tt.param_table(model), lr=2e-2)
+    for kernel, steps in (("plain", 0), ("fast", 2), ("fast", 2)):
+        model.kernel = kernel
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model.loss(ids[:, :-1], ids[:, 1:])[0].backward()
+            optimizer.step()
+        parts = list(k3.generate_drafted(model, [*text[:9]], 20))
+        assert sum(parts, []) == list(k3.generate_ids(model, [*text[:9]], 20))
+        sizes.append([len(part) for part in parts])
+    assert all({*of} <= {1, 2} and of[0] == 1 for of in sizes)
+    assert len(sizes[1]) > len(sizes[2]) and all({*of[1:-1]} == {1, 2} for of in sizes[1:]), sizes
+    for model, prompt in ((tiny(), [1]), (model, [])):
+        with pytest.raises(ValueError, match="drafting needs"):
+            next(k3.generate_drafted(model, prompt, 3))
+
+
 def test_generate(saved, capsys):
     """Greedy text is the same from memory and layer by layer; seeds repeat; chat opens a channel; the end token ends."""
     folder, model = saved
@@ -2591,7 +2646,7 @@ def test_compare_balance(monkeypatch, capsys, tmp_path, text):
 
 def test_compare_optimizer(monkeypatch, tmp_path, text):
     """Each optimizer at every rate of the sweep, the best one drawn; whole-matrix Muon has the wider spread of heads."""
-    monkeypatch.setattr(tt, "SWEEP", (0.5, 1))
+    monkeypatch.setattr(tt, "SWEEP_MOST", 2)
     assert tiny_run(monkeypatch, tmp_path, "--data", text, "--compare", "optimizer", "--steps", 2) is None
     result, rows = comparison(tmp_path)
     assert [name.split("@")[0] for name in rows] == ["per-head-muon"] * 2 + ["muon"] * 2 + ["adamw"] * 2
@@ -2602,6 +2657,20 @@ def test_compare_optimizer(monkeypatch, tmp_path, text):
     spread = {name.split("@")[0]: result["runs"][name]["head_spread"] for name in result["drawn"]}
     assert spread["per-head-muon"] < 1.2 < spread["muon"], spread
     assert all(run["optimizer_ms"] > 0 for run in result["runs"].values())
+
+
+def test_sweep_goes_on_until_the_best_is_inside(monkeypatch):
+    """Outward in either direction by the same factor, also from a rate that diverged, up to the most rates; then nothing more."""
+    def sweep(loss, most=7):
+        monkeypatch.setattr(tt, "SWEEP_MOST", most)
+        runs, more = {}, dict(tt.at_rate("muon", lr) for lr in (1, tt.SWEEP))
+        while more:
+            runs.update({name: argparse.Namespace(**change) for name, change in more.items()})
+            more = tt.beyond(runs, {name: loss(one.lr) for name, one in runs.items()})
+        return sorted(one.lr for one in runs.values())
+    assert np.allclose(sweep(lambda lr: abs(math.log(lr / 10))), [1, 3, 9, 27])
+    assert np.allclose(sweep(lambda lr: abs(math.log(lr / 0.1)) if lr < 2 else math.nan), [1 / 27, 1 / 9, 1 / 3, 1, 3])
+    assert np.allclose(sweep(lambda lr: -lr, most=4), [1, 3, 9, 27])
 
 
 @pytest.mark.parametrize("what, names", [
@@ -2615,6 +2684,58 @@ def test_compare_switch(monkeypatch, tmp_path, text, what, names):
     assert list(rows) == names and (tmp_path / "compare.png").exists()
     assert all(row[0]["largest_activation"] > 0 and row[0]["largest_routed"] > 0 for row in rows.values())
     assert len({row[0]["loss"] for row in rows.values()}) == 2
+
+
+@pytest.mark.parametrize("what, names, held", [
+    ("length", ["hybrid", "all-mla", "all-kda"], ["carried_last", "cut_last"]), ("qat", ["usual", "qat"], ["as_trained", "in_mxfp4"]),
+    ("mtp", ["num_nextn_predict_layers=1", "num_nextn_predict_layers=0"], ["accepted_share", "tokens_per_call", "same"])])
+def test_compare_measures(monkeypatch, capsys, tmp_path, text, what, names, held):
+    """What only a finished run tells: in each log, in the table and in the figure, which --plot makes again."""
+    monkeypatch.setitem(tt.MEASURES, "mtp", functools.partial(tt.drafting, prompts=2, tokens=6))
+    assert tiny_run(monkeypatch, tmp_path, "--data", text, "--compare", what, "--steps", 1) is None
+    result, rows = comparison(tmp_path)
+    assert list(rows) == names == result["drawn"] and held[0] in capsys.readouterr().out
+    for name, run in result["runs"].items():
+        assert set(held) <= run.keys() or name.endswith("layers=0")
+    if what == "mtp":
+        assert result["runs"][names[0]]["same"] == 1 and all("mtp_loss" in row for row in rows[names[0]])
+    if what == "qat":      # each is judged during training as it computes there
+        usual, qat = result["runs"].values()
+        assert qat["val_bpb"] == qat["in_mxfp4"] != qat["as_trained"] and usual["val_bpb"] == usual["as_trained"] != usual["in_mxfp4"]
+    made = tmp_path / "compare.png"
+    made.unlink()
+    assert tt.main(["--plot", str(tmp_path)]) is None and made.stat().st_size > 10000
+
+
+def test_by_position():
+    """Read through the state: the loss of one long forward pass; cut: that of windows of their own; state bytes by kind."""
+    model, text = tiny(full_attn_layers=[2, 4]), some_ids(1, 300, 3)[0].byte().numpy()
+    found = tt.by_position(model, text, dict(length=16), count=2)
+    assert found["lengths"] == [16 * i for i in range(1, 17)] and found["ends"] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    ids, labels = tt.windows(text, [0, 300 - 257], 256)
+    with torch.no_grad():
+        each = lambda i, l: F.cross_entropy(model(i).flatten(0, 1), l.flatten(), reduction="none") / math.log(2)
+        whole, cut = each(ids, labels).view(2, 256), each(ids.reshape(-1, 16), labels.reshape(-1, 16)).view(2, 256)
+    for name, line in (("carried", whole), ("cut", cut)):
+        parts = line.mean(0).tensor_split(found["ends"][:-1])
+        assert np.allclose(found[name], [part.mean().item() for part in parts], rtol=1e-4)
+    assert found["carried"][:5] == found["cut"][:5] and not np.allclose(found["carried"][5:], found["cut"][5:], rtol=1e-3)
+    kda = 3 * (2 * 32 * 32 + 3 * 3 * 64) * 4           # layers x (state + tails of q, k and v)
+    assert found["kda_bytes"] == (kda,) * 16 and found["mla_bytes"] == tuple(2 * 48 * 4 * n for n in found["lengths"])
+
+
+def test_qat_checkpoint_is_packed(monkeypatch, capsys, tmp_path, text):
+    """--qat: the checkpoint holds MXFP4 experts and scores as the trained model; other widths and dense models are refused."""
+    assert tiny_run(monkeypatch, tmp_path, "--data", text, "--qat", steps=3) is None
+    names = k3.Checkpoint(tmp_path / "checkpoint").tensors
+    assert sum(name.endswith("weight_packed") for name in names) == 3 * 16 * 3
+    rows = tt.read_log(tmp_path)
+    model, (_, held) = k3.load_model(tmp_path / "checkpoint"), tt.read_text(text)
+    assert abs(tt.bits_per_byte(model, held, rows[0]["header"]) / [r["val_bpb"] for r in rows if "val_bpb" in r][-1] - 1) < 0.002
+    capsys.readouterr()
+    for over in ("moe_intermediate_size=48", "num_experts=null"):
+        assert tiny_run(monkeypatch, tmp_path, "--data", text, "--qat", "--set", over) == 2
+        assert "--qat needs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("args", [
