@@ -29,6 +29,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import k3
 import kernels
@@ -2483,7 +2484,7 @@ def tiny_run(monkeypatch, out, *args, steps=6):
 
 
 def log(out):
-    return [{k: v for k, v in row.items() if k != "tokens_per_s"} for row in tt.read_log(out)[1:]]
+    return [{k: v for k, v in row.items() if not k.endswith("_per_s")} for row in tt.read_log(out)[1:]]
 
 
 @pytest.fixture
@@ -2707,6 +2708,19 @@ def test_compare_measures(monkeypatch, capsys, tmp_path, text, what, names, held
     assert tt.main(["--plot", str(tmp_path)]) is None and made.stat().st_size > 10000
 
 
+def test_compare_all(monkeypatch, capsys, tmp_path, text):
+    """Each experiment in its folder with its own keys and steps, and the time; --plot draws all of them again."""
+    monkeypatch.setattr(tt, "ALL", {"few": ("qk_rope_head_dim=8,16", ["num_experts=8"], 6), "qat": ("qat", [], 3)})
+    assert tiny_run(monkeypatch, tmp_path, "--data", text, "--compare", "all") is None
+    out = capsys.readouterr().out
+    assert "==== few: 1 steps a run" in out and "==== qat: 2 steps a run" in out
+    header = tt.read_log(tmp_path / "few" / "qk_rope_head_dim=8")[0]["header"]
+    assert K3Config.from_json(header["config"]).num_experts == 8
+    for name in ("few", "qat"):
+        (tmp_path / name / "compare.png").unlink()
+    assert tt.main(["--plot", str(tmp_path)]) is None and all((tmp_path / name / "compare.png").exists() for name in ("few", "qat"))
+
+
 def test_by_position():
     """Read through the state: the loss of one long forward pass; cut: that of windows of their own; state bytes by kind."""
     model, text = tiny(full_attn_layers=[2, 4]), some_ids(1, 300, 3)[0].byte().numpy()
@@ -2741,7 +2755,7 @@ def test_qat_checkpoint_is_packed(monkeypatch, capsys, tmp_path, text):
 @pytest.mark.parametrize("args", [
     ["--data", "EMPTY"], ["--data", "SHORT"], ["--data", "MISSING"], ["--data", "BINARY"], ["--steps", "0"],
     ["--set", "no_such_key=1"], ["--set", "num_experts_per_token=99"], ["--set", "hidden_act=relu"], ["--out", "FILE/x"],
-    ["--set", "vocab_size=200"], ["--resume"], ["--plot", "MISSING"],
+    ["--set", "vocab_size=200"], ["--compare", "all", "--resume"], ["--resume"], ["--plot", "MISSING"],
     ["--lr", "0"], ["--gamma", "nan"], ["--qk-clip", "-1"], ["--compare", "nothing"], ["--compare", "nothing=1,2"], ["--compare", "hidden_act=situ"],
     ["--compare", "hidden_act=situ,relu"], ["--compare", "balance", "--resume"], ["--compare", "balance", "--task", "shapes"]])
 def test_bad_input_is_one_sentence(monkeypatch, capsys, tmp_path, text, args):
@@ -2773,6 +2787,22 @@ def test_state_file_is_whole_or_old(tmp_path):
     with pytest.raises(TypeError):
         tt.write_whole(path, "not bytes")
     assert tt.load_state(path, {"steps": 1})["step"] == 1
+
+
+def test_model_flops():
+    """PyTorch's own counter on one token's forward pass, three times; it takes products of one summand (k u^T, p v) for elementwise."""
+    for over in ({}, dict(q_lora_rank=None, num_shared_experts=0)):
+        model = K3(K3Config.tiny(attn_res_block_size=None, **over))
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(torch.zeros(1, 1, dtype=torch.long))
+        uncounted = 3 * 2 * 32 * 32 + 2 * 2 * 32       # 3 KDA layers, 2 MLA layers
+        assert tt.model_flops(model, 1) == 3 * counter.get_total_flops() + 6 * uncounted
+    assert tt.model_flops(model, 101) - tt.model_flops(model, 1) == 6 * 2 * 2 * (48 + 32) * 50
+    more = K3(K3Config.tiny(num_nextn_predict_layers=1))
+    mtp = more.language_model.model.mtp
+    layer = sum(p.numel() for name, p in mtp.named_parameters() if p.ndim == 2) + 2 * 80       # its attention at T 1
+    layer += 4 * 3 * 32 * 32                           # chosen experts
+    assert tt.model_flops(more, 1) - tt.model_flops(K3(K3Config.tiny()), 1) == 6 * (layer + 320 * 64)
 
 
 def test_repeated_token_stays_finite():

@@ -12,6 +12,7 @@ A run leaves in --out (default out/): metrics.jsonl (a header, then one object a
 state.pt (what --resume continues from) and checkpoint/ in the released layout.
 """
 import argparse
+import functools
 import gc
 import io
 import json
@@ -33,9 +34,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from k3 import (Balancer, byte_tokenizer, CONTROL, depth_weights, Experts, f32, generate,
-                generate_drafted, generate_ids, image_prompt, K3, K3Config, keys_values, LatentMoE,
-                load_model, load_tokenizer, MLA, MLP, one_sentence, OneLine, pool,
+from k3 import (Balancer, byte_tokenizer, CONTROL, depth_weights, Experts, f32, Gate, generate,
+                generate_drafted, generate_ids, image_prompt, K3, K3Config, KDA, keys_values,
+                LatentMoE, load_model, load_tokenizer, MLA, MLP, one_sentence, OneLine, pool,
                 preprocess_image, quantile_bias, QuantileHistogram, ranks, replacing, route,
                 save_checkpoint, sign_bias, Tokenizer)
 
@@ -64,6 +65,7 @@ ADAMW_SIZE = 0.2      # usual RMS of AdamW's updates, to which Muon's are scaled
 # ---- Data: bytes are tokens, with the ids that save_byte_tokenizer's encoding gives them ---------
 
 
+@functools.lru_cache(1)       # a comparison reads it for every run
 def read_text(path=None):
     """The bytes to train on and the bytes held out, two uint8 arrays.
 
@@ -486,18 +488,51 @@ def update_rms(rows, before, lr):
             for row, old in zip(rows, before)}
 
 
-def optimizer_ms(optimizer, times=5):
+def seconds(run, cuda, times=5):
+    """Seconds of one call, mean of several after a first."""
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    run(), wait()
+    began = time.perf_counter()
+    for _ in range(times):
+        run()
+    wait()
+    return (time.perf_counter() - began) / times
+
+
+def optimizer_ms(optimizer):
     """Milliseconds of one optimizer step; lr 0 keeps the weights, the momenta move."""
     optimizer.lr.zero_()
     cuda = optimizer.lr.device.type == "cuda"
-    step = capture(optimizer.step, []) if cuda else optimizer.step
-    wait = torch.cuda.synchronize if cuda else lambda: None
-    step(), wait()
-    began = time.perf_counter()
-    for _ in range(times):
-        step()
-    wait()
-    return (time.perf_counter() - began) / times * 1e3
+    return seconds(capture(optimizer.step, []) if cuda else optimizer.step, cuda) * 1e3
+
+
+def model_flops(model, length):
+    """Floating-point operations of training on one token: three times the forward products.
+
+    A weight that a token meets costs 2 forward (k of n experts, the head again for the MTP layer),
+    a KDA head three products of dk x dv (recall, write, read), an MLA head queries with the keys
+    and weights with the values of the half window that a token sees on average.
+    """
+    c, products = model.config, 0
+    for m in model.language_model.modules():
+        if isinstance(m, (torch.nn.Linear, Gate)):
+            products += m.weight.numel()
+        elif isinstance(m, Experts):
+            products += 3 * c.num_experts_per_token * m.w1[0].numel()
+        elif isinstance(m, KDA):
+            products += 3 * m.H * m.d ** 2
+        elif isinstance(m, MLA):
+            products += m.H * (c.qk_nope_head_dim + m.rope + m.v_dim) * (length + 1) / 2
+    again = c.num_nextn_predict_layers * model.language_model.lm_head.weight.numel()
+    return 6 * (products + again)
+
+
+def matmul_flops(device, dtype):
+    """Floating-point operations a second of one large square matmul, the machine's yardstick."""
+    cuda = device == "cuda"
+    n = 4096 if cuda else 1024
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    return 2 * n ** 3 / seconds(lambda: a @ a, cuda, 20 if cuda else 2)
 
 
 @torch.no_grad()
@@ -778,7 +813,7 @@ def train(args):
     names = ["loss", *["mtp_loss"] * config.num_nextn_predict_layers, "grad_norm",
              *peaks.names]
     bits = torch.zeros((), dtype=torch.float64, device=device)
-    numbers, clock = [], time.perf_counter()
+    numbers, speeds, clock = [], [], time.perf_counter()
     for step in range(start + 1, steps + 1):
         for static, new in zip((ids, labels), batch(text, args.seed, step, size, length)):
             static.copy_(new[mine])
@@ -792,6 +827,7 @@ def train(args):
 
         numbers = torch.stack(numbers).tolist()                    # the only wait for the device
         speed = round(len(numbers) * size * length / (time.perf_counter() - clock))
+        speeds.append(speed)
         rows = [dict(step=step - len(numbers) + i, **dict(zip(names, line)), tokens_per_s=speed,
                      imbalance=line[len(names):]) for i, line in enumerate(numbers, 1)]
         rows[-1].update(lr=lr, update_rms=update_rms(heads, before, lr))
@@ -805,6 +841,11 @@ def train(args):
             report += f"  held out {bits:.3f} bits per byte"
         if step == steps and config.attn_res_block_size:
             rows.append({"step": step, "attn_res": attn_res_weights(model, ids)})
+        if step == steps and not args.compare:
+            rows.append({"step": step,
+                         "flops_per_s": float(np.median(speeds)) * model_flops(model, length),
+                         "matmul_flops_per_s": ranks() * matmul_flops(device,
+                                                                      model.compute_dtype)})
         if step == steps and args.compare:
             rows.append({"step": step, "optimizer_ms": optimizer_ms(optimizer)})
             if args.compare in MEASURES:
@@ -848,6 +889,10 @@ def finish(model, out, prompt, run):
     if first:
         print(f"every MoE layer's imbalance is below 1.5 from step {first} on, "
               f"{max(worst[first - 1:]):.2f} at most")
+    own, most = [(row["flops_per_s"], row["matmul_flops_per_s"])
+                 for row in rows if "flops_per_s" in row][-1]
+    print(f"model FLOPs: {own / 1e9:,.0f} billion a second, {own / most:.1%} of the "
+          f"{most / 1e9:,.0f} that one large matmul reaches here")
     bits = [row["val_bpb"] for row in rows if "val_bpb" in row][-1]
     print(f"validation {bits:.3f} bits per byte; entropy of single bytes "
           f"{rows[0]['header']['unigram_bits']:.3f}")
@@ -867,6 +912,13 @@ PANELS = {"balance": ["imbalance", "loss"], "optimizer": ["loss", "head_rms", "h
           "decay": ["loss", "tokens_per_s"], "length": ["loss"], "mtp": ["loss"], "qat": ["loss"],
           "qk-clip": ["loss", "largest_logit"]}
 COMPARED = ("balance", "optimizer", *SWITCHES, "length", "qat", "qk-clip")
+
+ALL = {"balance": ("balance", [], 8),      # --compare all: folder -> what, config keys, and which
+       "balance-896": ("balance", ["num_experts=896", "num_experts_per_token=16"], 8),    # part of
+       "optimizer": ("optimizer", [], 8),                              # the preset's steps each run
+       "attn-res": ("attn-res", [], 8), "latent-norm": ("latent-norm", [], 8),
+       "situ": ("situ", [], 8), "decay": ("decay", [], 16), "length": ("length", [], 5),
+       "qk-clip": ("qk-clip", [], 8), "mtp": ("mtp", [], 5), "qat": ("qat", [], 5)}
 
 
 def alternatives(args):
@@ -959,6 +1011,19 @@ def compare(args):
     print("figures", *paths)
 
 
+def compare_all(args):
+    """Every experiment in a folder of its own, its steps chosen so that all fit 14 minutes."""
+    began = time.perf_counter()
+    for name, (what, keys, part) in ALL.items():
+        steps, start = args.steps or PRESETS[args.preset]["steps"] // part, time.perf_counter()
+        compare(argparse.Namespace(**{**vars(args), "compare": what, "set": [*args.set, *keys],
+                                      "steps": steps, "out": Path(args.out) / name}))
+        if rank() == 0:
+            now = time.perf_counter()
+            print(f"==== {name}: {steps} steps a run, {now - start:.0f} s; "
+                  f"{now - began:.0f} s so far", flush=True)
+
+
 # What a compared run is judged by: name -> (its axis, the row's entry, the number made of that).
 per_matrix = lambda number: lambda update: float(np.mean([number(h) for h in update.values()]))
 SERIES = {
@@ -1042,7 +1107,8 @@ def plot_compare(folder):
         draw(ax, result, {name: measured(folder / name) for name in result["drawn"]})
     for ax in axes:
         ax.legend(fontsize=7)
-    fig.suptitle(f"--compare {what}")
+    fig.suptitle(f"--compare {what}, {header['steps']} steps of {header['batch']} x "
+                 f"{header['length']} bytes")
     paths = [save_figure(fig, folder / "compare.png", header)]
     if "fixed_scores" in result:
         paths.append(plot_fixed_scores(result["fixed_scores"], folder, header))
@@ -1398,7 +1464,7 @@ def main(argv=None):
         "the first step on (the report: after pre-training); the checkpoint holds them so")
     add("--no-cuda-graph", action="store_true", help="launch every kernel by itself")
     add("--set", metavar="KEY=VALUE", action="append", default=[], help="config key; repeatable")
-    add("--compare", metavar="WHAT", help=f"{', '.join(COMPARED)}, or "
+    add("--compare", metavar="WHAT", help=f"{', '.join(COMPARED)}, all, or "
         "KEY=V1,V2: each choice a run in DIR/, a quarter of the preset's steps unless --steps")
     add("--plot", metavar="DIR", help="only draw the figures of DIR/metrics.jsonl again")
     args = ap.parse_args(argv)
@@ -1408,12 +1474,16 @@ def main(argv=None):
         if "" in (args.plot, args.data, args.out):
             raise ValueError("--plot, --data and --out take a path, not an empty word")
         if args.plot:
-            compared = Path(args.plot, "compare.json").exists()
-            print(*(plot_compare if compared else plot)(args.plot))
+            own = any(Path(args.plot, name).exists() for name in ("compare.json", "metrics.jsonl"))
+            below = sorted(path.parent for path in Path(args.plot).glob("*/compare.json"))
+            for folder in below if below and not own else [args.plot]:
+                compared = Path(folder, "compare.json").exists()
+                print(*(plot_compare if compared else plot)(folder))
             return
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             join_ranks("cuda" if args.preset == "gpu" else "cpu")
-        run = train_shapes if args.task == "shapes" else compare if args.compare else train
+        run = (train_shapes if args.task == "shapes" else compare_all if args.compare == "all" else
+               compare if args.compare else train)
         run(args)
     except (ValueError, OSError, torch.OutOfMemoryError) as e:
         if rank() == 0 or isinstance(e, OSError):        # a wrong argument is wrong on every rank
