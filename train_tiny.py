@@ -463,6 +463,7 @@ def read_log(folder):
     return rows
 
 
+@functools.cache               # the code that runs is the one that the process started with
 def circumstances(device):
     """What a figure's caption says beside the run's settings."""
     git = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty"]
@@ -594,7 +595,8 @@ def drafting(model, text, run, prompts=4, tokens=64):
 
     Greedy continuations of evenly spaced pieces of the text, in fp32: a call of two tokens then
     rounds so much like a call of one that both decode alike, which `same` counts.
-    accepted  share of the drafts, one number a prompt
+    accepted   share of the drafts, one number a prompt; greedy text repeats itself, which is easy
+    on_text    the same share where all that was read is held-out text, over a batch of windows
     """
     if not model.config.num_nextn_predict_layers:
         return {}
@@ -605,10 +607,16 @@ def drafting(model, text, run, prompts=4, tokens=64):
         first, *parts, last = generate_drafted(model, ids, tokens)     # last: may be cut
         accepted.append(sum(len(part) == 2 for part in parts) / len(parts))
         same += sum([first, *parts, last], []) == [*generate_ids(model, ids, tokens)]
+    starts = np.linspace(0, len(text) - run["length"] - 1, run["batch"]).astype(int)
+    inner = model.language_model.model
+    ids = windows(text, starts, run["length"])[0].to(model.device)
+    h, (follow, _) = model.hidden(ids), model.embed(ids[:, 1:])
+    drafts = model.head(inner.mtp(h[:, :-1], follow, inner.output_mix)).argmax(-1)
+    on_text = (drafts == model.head(h[:, 1:]).argmax(-1)).float().mean().item()
     model.train().compute_dtype = dtype
     share = float(np.mean(accepted))
     return dict(accepted=accepted, accepted_share=share, tokens_per_call=1 + share,
-                same=same / prompts)
+                same=same / prompts, on_text=on_text)
 
 
 def rounding(model, text, run):
@@ -909,7 +917,7 @@ SWEEP, SWEEP_MOST = 3, 7   # factor from one learning rate to the next, and the 
 MEASURES = {"length": by_position, "mtp": drafting, "qat": rounding}     # after the last step
 PANELS = {"balance": ["imbalance", "loss"], "optimizer": ["loss", "head_rms", "head_spread"],
           "latent-norm": ["loss", "largest_routed"], "situ": ["loss", "largest_activation"],
-          "decay": ["loss", "tokens_per_s"], "length": ["loss"], "mtp": ["loss"], "qat": ["loss"],
+          "decay": ["loss", "tokens_per_s"], "length": [], "mtp": ["loss"], "qat": ["loss"],
           "qk-clip": ["loss", "largest_logit"]}
 COMPARED = ("balance", "optimizer", *SWITCHES, "length", "qat", "qk-clip")
 
@@ -1126,18 +1134,30 @@ def draw_sweep(ax, result, found):
 
 def draw_positions(ax, result, found):
     for i, (name, of) in enumerate(found.items()):
-        ax.semilogx(of["ends"], of["carried"], "o-", color=f"C{i}", label=name)
-        ax.semilogx(of["ends"], of["cut"], ":", color=f"C{i}", label="same bytes, context cut")
+        ax.semilogx(of["ends"], of["carried"], "o-", base=2, color=f"C{i}", label=name)
+        ax.semilogx(of["ends"], of["cut"], ":", base=2, color=f"C{i}",
+                    label="same bytes, context cut")
     ax.axvline(of["lengths"][0], color="0.5", ls="--", label="length in training")
     ax.set(xlabel="position (to each mark from the one before)", ylabel="held out, bits per byte")
+
+
+def draw_gain(ax, result, found):
+    for name, of in found.items():
+        T = of["lengths"][0]
+        gain = [(end, a - b) for end, a, b in zip(of["ends"], of["carried"], of["cut"]) if end > T]
+        if gain:
+            ax.semilogx(*zip(*gain), "o-", base=2, label=name)
+    ax.axhline(0, color="0.5", ls=":", label="context cut")
+    ax.set(xlabel="position (to each mark from the one before)",
+           ylabel="held out, carried less cut, bits per byte")
 
 
 def draw_bytes(ax, result, found):
     for i, (name, of) in enumerate(found.items()):
         for kind, line in (("kda", "-"), ("mla", "--")):
             if max(of[f"{kind}_bytes"]):
-                ax.loglog(of["lengths"], of[f"{kind}_bytes"], line, color=f"C{i}",
-                          label=f"{name}, {kind.upper()} layers")
+                ax.loglog(of["lengths"], of[f"{kind}_bytes"], line, base=2,
+                          color=f"C{i}", label=f"{name}, {kind.upper()} layers")
     ax.set(xlabel="tokens read", ylabel="state of one sequence, bytes")
 
 
@@ -1146,8 +1166,10 @@ def draw_accepted(ax, result, found):
         if of:
             ax.bar(range(1, 1 + len(of["accepted"])), of["accepted"], label=name)
             ax.axhline(of["accepted_share"], color="0.5", ls="--",
-                       label=f"{of['tokens_per_call']:.2f} tokens a call")
-    ax.set(xlabel="prompt", ylabel="drafts accepted, share", ylim=(0, 1))
+                       label=f"mean: {of['tokens_per_call']:.2f} tokens a call")
+            ax.axhline(of["on_text"], color="0.5", ls=":", label="after held-out text")
+            ax.set_xticks(range(1, 1 + len(of["accepted"])))
+    ax.set(xlabel="prompt continued greedily", ylabel="drafts accepted, share", ylim=(0, 1))
 
 
 def draw_rounding(ax, result, found):
@@ -1158,8 +1180,8 @@ def draw_rounding(ax, result, found):
            "the report does after pre-training", xlim=(-0.5, 1.5))
 
 
-EXTRA = {"optimizer": [draw_sweep], "length": [draw_positions, draw_bytes], "mtp": [draw_accepted],
-         "qat": [draw_rounding]}      # what --compare draws beside the PANELS
+EXTRA = {"optimizer": [draw_sweep], "length": [draw_positions, draw_gain, draw_bytes],
+         "mtp": [draw_accepted], "qat": [draw_rounding]}      # what --compare draws beside the PANELS
 
 
 # ---- Fixed scores: the balancing rules alone  [§2.3.3] -------------------------------------------
