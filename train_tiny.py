@@ -6,6 +6,7 @@
     python train_tiny.py --task shapes   learns to see: colour, shape and number of drawn shapes
     python train_tiny.py --plot out      the figures again, from out/metrics.jsonl
     python train_tiny.py --compare balance         every choice from the same start, drawn together
+    python train_tiny.py --compare all             every experiment
     torchrun --nproc-per-node 2 train_tiny.py      data parallel: the same batches, shared out
 
 A run leaves in --out (default out/): metrics.jsonl (a header, then one object a step), the figures,
@@ -1180,8 +1181,9 @@ def draw_rounding(ax, result, found):
            "the report does after pre-training", xlim=(-0.5, 1.5))
 
 
+# What --compare draws beside the PANELS.
 EXTRA = {"optimizer": [draw_sweep], "length": [draw_positions, draw_gain, draw_bytes],
-         "mtp": [draw_accepted], "qat": [draw_rounding]}      # what --compare draws beside the PANELS
+         "mtp": [draw_accepted], "qat": [draw_rounding]}
 
 
 # ---- Fixed scores: the balancing rules alone  [§2.3.3] -------------------------------------------
