@@ -1008,7 +1008,7 @@ def compare(args):
     best = best_of(bits, lambda name: runs[name].optimizer if sweep else name)
     first, *others = (read_log(out / name)[0]["header"] for name in runs)
     common = {k: v for k, v in first.items() if all(other[k] == v for other in others)}
-    result = dict(header={**common, "compare": args.compare},
+    result = dict(header={**common, "compare": args.compare, "set": args.set},
                   drawn=[name for name in runs if name in best.values()], runs=found)
     if args.compare == "balance":
         result["fixed_scores"] = fixed_scores()
@@ -1104,7 +1104,7 @@ def plot_compare(folder):
     for ax, panel in zip(axes, panels):
         for i, name in enumerate(result["drawn"]):
             rows = read_log(folder / name)
-            ax.plot(*series(rows, panel), lw=0.9, color=f"C{i}", label=name)
+            ax.plot(*series(rows, panel), "--" if i > 2 else "-", lw=0.9, color=f"C{i}", label=name)
             if panel == "loss" and any("mtp_loss" in row for row in rows):
                 ax.plot(*series(rows, "mtp_loss"), "--", lw=0.9, color=f"C{i}",
                         label="its MTP layer, one byte further")
@@ -1116,7 +1116,8 @@ def plot_compare(folder):
         draw(ax, result, {name: measured(folder / name) for name in result["drawn"]})
     for ax in axes:
         ax.legend(fontsize=7)
-    fig.suptitle(f"--compare {what}, {header['steps']} steps of {header['batch']} x "
+    keys = "".join(f" --set {pair}" for pair in header.get("set", ()))
+    fig.suptitle(f"--compare {what}{keys}, {header['steps']} steps of {header['batch']} x "
                  f"{header['length']} bytes")
     paths = [save_figure(fig, folder / "compare.png", header)]
     if "fixed_scores" in result:
