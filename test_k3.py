@@ -2752,6 +2752,25 @@ def test_qat_checkpoint_is_packed(monkeypatch, capsys, tmp_path, text):
         assert "--qat needs" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_cuda_graph_holds_the_step_with_rounded_experts():
+    """--qat with an MTP layer: three steps as one graph give the eager steps' losses, bit for bit."""
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    ids, labels = (some_ids(4, 64, seed).cuda() for seed in (0, 1))
+    losses = []
+    for graph in (False, True):
+        model = tiny_model().cuda().train()
+        model.kernel, model.compute_dtype = "fast", torch.bfloat16
+        for moe in model.moe_layers():
+            moe.experts.rounded = True
+        optimizer = tt.PerHeadMuon(tt.param_table(model), lr=1e-2, dtype=torch.bfloat16)
+        step = tt.make_step(model, k3.Balancer(model), optimizer, ids, labels)
+        step = tt.capture(step, [*model.state_dict().values(), *optimizer.state.values()]) if graph else step
+        losses.append([step()[:2].tolist() for _ in range(3)])
+    torch.backends.cuda.enable_mem_efficient_sdp(True)
+    assert losses[0] == losses[1] and losses[0][0] != losses[0][2], losses
+
+
 @pytest.mark.parametrize("args", [
     ["--data", "EMPTY"], ["--data", "SHORT"], ["--data", "MISSING"], ["--data", "BINARY"], ["--steps", "0"],
     ["--set", "no_such_key=1"], ["--set", "num_experts_per_token=99"], ["--set", "hidden_act=relu"], ["--out", "FILE/x"],
