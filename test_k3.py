@@ -2688,7 +2688,7 @@ def test_compare_switch(monkeypatch, tmp_path, text, what, names):
 
 
 @pytest.mark.parametrize("what, names, held", [
-    ("length", ["hybrid", "all-mla", "all-kda"], ["carried_last", "cut_last"]), ("qat", ["usual", "qat"], ["as_trained", "in_mxfp4"]),
+    ("length", ["hybrid", "all-mla", "all-kda"], ["carried_last", "cut_last"]), ("qat", ["usual", "qat"], ["unrounded", "in_mxfp4"]),
     ("mtp", ["num_nextn_predict_layers=1", "num_nextn_predict_layers=0"], ["accepted_share", "tokens_per_call", "same"])])
 def test_compare_measures(monkeypatch, capsys, tmp_path, text, what, names, held):
     """What only a finished run tells: in each log, in the table and in the figure, which --plot makes again."""
@@ -2702,7 +2702,7 @@ def test_compare_measures(monkeypatch, capsys, tmp_path, text, what, names, held
         assert result["runs"][names[0]]["same"] == 1 and all("mtp_loss" in row for row in rows[names[0]])
     if what == "qat":      # each is judged during training as it computes there
         usual, qat = result["runs"].values()
-        assert qat["val_bpb"] == qat["in_mxfp4"] != qat["as_trained"] and usual["val_bpb"] == usual["as_trained"] != usual["in_mxfp4"]
+        assert qat["val_bpb"] == qat["in_mxfp4"] != qat["unrounded"] and usual["val_bpb"] == usual["unrounded"] != usual["in_mxfp4"]
     made = tmp_path / "compare.png"
     made.unlink()
     assert tt.main(["--plot", str(tmp_path)]) is None and made.stat().st_size > 10000
