@@ -2689,6 +2689,7 @@ def test_compare_switch(monkeypatch, tmp_path, text, what, names):
 
 @pytest.mark.parametrize("what, names, held", [
     ("length", ["hybrid", "all-mla", "all-kda"], ["carried_last", "cut_last"]), ("qat", ["usual", "qat"], ["unrounded", "in_mxfp4"]),
+    ("qk-clip", ["tau=1e+06", "tau=3", "tau=1", "tau=0.3", "tau=0.1"], ["largest_logit"]),
     ("mtp", ["num_nextn_predict_layers=1", "num_nextn_predict_layers=0"], ["accepted_share", "tokens_per_call", "same"])])
 def test_compare_measures(monkeypatch, capsys, tmp_path, text, what, names, held):
     """What only a finished run tells: in each log, in the table and in the figure, which --plot makes again."""

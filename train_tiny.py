@@ -922,12 +922,13 @@ PANELS = {"balance": ["imbalance", "loss"], "optimizer": ["loss", "head_rms", "h
           "qk-clip": ["loss", "largest_logit"]}
 COMPARED = ("balance", "optimizer", *SWITCHES, "length", "qat", "qk-clip")
 
-ALL = {"balance": ("balance", [], 8),      # --compare all: folder -> what, config keys, and which
-       "balance-896": ("balance", ["num_experts=896", "num_experts_per_token=16"], 8),    # part of
-       "optimizer": ("optimizer", [], 8),                              # the preset's steps each run
-       "attn-res": ("attn-res", [], 8), "latent-norm": ("latent-norm", [], 8),
-       "situ": ("situ", [], 8), "decay": ("decay", [], 16), "length": ("length", [], 5),
-       "qk-clip": ("qk-clip", [], 8), "mtp": ("mtp", [], 5), "qat": ("qat", [], 5)}
+# --compare all: folder -> what, config keys, and the part of the preset's steps that a run takes.
+ALL = {"balance": ("balance", [], 10),
+       "balance-896": ("balance", ["num_experts=896", "num_experts_per_token=16"], 10),
+       "optimizer": ("optimizer", [], 10), "attn-res": ("attn-res", [], 10),
+       "latent-norm": ("latent-norm", [], 10), "situ": ("situ", [], 10),
+       "decay": ("decay", [], 20), "length": ("length", [], 5), "qk-clip": ("qk-clip", [], 10),
+       "mtp": ("mtp", [], 5), "qat": ("qat", [], 5)}
 
 
 def alternatives(args):
