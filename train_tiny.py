@@ -61,6 +61,7 @@ PRESETS = {     # what `model` leaves out is K3Config.tiny's
 }
 FLOOR = 0.1           # the cosine ends at this share of the peak learning rate
 HELD_OUT = 20         # every 20th file, or the last 20th of a text, is for validation
+OPTIMIZERS = "per-head-muon", "muon", "adamw"
 ADAMW_SIZE = 0.2      # usual RMS of AdamW's updates, to which Muon's are scaled
 
 # ---- Data: bytes are tokens, with the ids that save_byte_tokenizer's encoding gives them ---------
@@ -938,8 +939,7 @@ def alternatives(args):
         return {name: {"balance": name, **change} for name, change in RULES.items()}
     if key == "optimizer":
         lr = PRESETS[args.preset]["lr"] if args.lr is None else args.lr
-        return dict(at_rate(name, lr * share) for name in ("per-head-muon", "muon", "adamw")
-                    for share in (1, SWEEP))
+        return dict(at_rate(name, lr * share) for name in OPTIMIZERS for share in (1, SWEEP))
     if key == "length":
         every = [*range(1, settings(args)[0].num_hidden_layers + 1)]
         return {name: dict(set=[*args.set, f"full_attn_layers={json.dumps(mla)}"])
@@ -1002,9 +1002,9 @@ def compare(args):
         more = beyond(runs, bits) if sweep else {}
     if rank():
         return
-    order = {"per-head-muon": 0, "muon": 1, "adamw": 2}
     if sweep:
-        runs = dict(sorted(runs.items(), key=lambda item: (order[item[1].optimizer], item[1].lr)))
+        place = lambda item: (OPTIMIZERS.index(item[1].optimizer), item[1].lr)
+        runs = dict(sorted(runs.items(), key=place))
     found = {name: summary(out / name) for name in runs}
     best = best_of(bits, lambda name: runs[name].optimizer if sweep else name)
     first, *others = (read_log(out / name)[0]["header"] for name in runs)
@@ -1025,7 +1025,8 @@ def compare_all(args):
     """Every experiment in a folder of its own, its steps chosen so that all fit 14 minutes."""
     began = time.perf_counter()
     for name, (what, keys, part) in ALL.items():
-        steps, start = args.steps or PRESETS[args.preset]["steps"] // part, time.perf_counter()
+        steps = PRESETS[args.preset]["steps"] // part if args.steps is None else args.steps
+        start = time.perf_counter()
         compare(argparse.Namespace(**{**vars(args), "compare": what, "set": [*args.set, *keys],
                                       "steps": steps, "out": Path(args.out) / name}))
         if rank() == 0:
@@ -1483,7 +1484,7 @@ def main(argv=None):
     add("--resume", action="store_true", help="continue from DIR/state.pt")
     add("--balance", choices=("qb", "qb-exact", "sign", "none"), default="qb")
     add("--gamma", type=float, default=1e-3, metavar="X", help="step of --balance sign")
-    add("--optimizer", choices=("per-head-muon", "muon", "adamw"), default="per-head-muon")
+    add("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0])
     add("--lr", type=float, metavar="X", help="peak learning rate (default: the preset's)")
     add("--qk-clip", type=float, metavar="TAU", help="clip MLA heads whose largest logit passes it")
     add("--qat", action="store_true", help="compute with routed experts as MXFP4 rounds them, from "
