@@ -1132,7 +1132,7 @@ def draw_sweep(ax, result, found):
         optimizer = best.split("@")[0]
         points = [(float(name.split("@")[1]), numbers["val_bpb"])
                   for name, numbers in result["runs"].items() if name.split("@")[0] == optimizer]
-        ax.loglog(*zip(*points), "o-", label=optimizer)
+        ax.semilogx(*zip(*points), "o-", label=optimizer)
     ax.set(xlabel="peak learning rate", ylabel="held out, bits per byte")
 
 
