@@ -801,8 +801,11 @@ def experts_loop(x, experts, weights, w1, w3, w2, act=situ_glu):
 
 
 class Experts(nn.Module):
-    """All routed experts of a layer, stacked: w1 (gate), w3 (up) [n, I, L], w2 (down) [n, L, I]."""
-    kernel = "plain"
+    """All routed experts of a layer, stacked: w1 (gate), w3 (up) [n, I, L], w2 (down) [n, L, I].
+
+    rounded  compute with what mxfp4_round makes of them: quantisation-aware training
+    """
+    kernel, rounded = "plain", False
 
     def __init__(self, config):
         super().__init__()
@@ -812,11 +815,13 @@ class Experts(nn.Module):
         self.w2, self.act = nn.Parameter(torch.empty(n, L, I)), activation(config)
 
     def forward(self, x, experts, weights):
-        run = experts_loop
+        run, matrices = experts_loop, (self.w1, self.w3, self.w2)
         if self.kernel == "fast":
             import kernels
             run = kernels.experts_grouped
-        return run(x, experts, weights, self.w1, self.w3, self.w2, self.act)
+        if self.rounded:
+            matrices = map(mxfp4_round, matrices)
+        return run(x, experts, weights, *matrices, self.act)
 
 
 class LatentMoE(Module):
@@ -1710,6 +1715,22 @@ def mxfp4_encode(weight):
     codes = torch.minimum(codes, a.div_(2).round_().add_(4)).to(torch.uint8)
     codes = (codes | blocks.signbit().to(torch.uint8) << 3).flatten(-2)
     return codes[..., 0::2] | codes[..., 1::2] << 4, scale
+
+
+def mxfp4_round(weight):
+    """weight (..., n), n a multiple of 32, as mxfp4_encode's codes hold it; in fp32.
+
+    The gradient passes straight through to the weight. Asks the device nothing and refuses nothing,
+    so that a CUDA graph can hold it: infinity and NaN make their block NaN.
+    """
+    blocks = f32(weight.detach()).unflatten(-1, (-1, 32))
+    most = blocks.abs().amax(-1, keepdim=True).clamp(min=6 * 2.0 ** -127)
+    mantissa, _ = torch.frexp(most)
+    scale = most / mantissa / torch.where(mantissa > 0.75, 4, 8)    # a power of two: all is exact
+    a = blocks / scale
+    apart = torch.where(a.abs() < 2, 0.5, torch.where(a.abs() < 4, 1.0, 2.0))
+    rounded = (a / apart).round() * apart * scale
+    return rounded.flatten(-2) + (weight - weight.detach())
 
 
 # safetensors: 8 bytes of header length, a JSON header, then the tensors end to end.
@@ -3000,6 +3021,40 @@ def generate_ids(model, ids, max_new_tokens, temperature=0.0, top_p=1.0, seed=0,
         yield new
         if n + 1 < max_new_tokens:
             logits = step(torch.tensor([[new]], device=model.device))
+
+
+@torch.no_grad()
+def generate_drafted(model, ids, max_new_tokens):
+    """generate_ids at temperature 0, with the MTP layer guessing one token ahead.  [§2.5]
+
+    A call of the main model reads the guess too, and so settles two tokens where the guess is what
+    it would have said itself, else one. Yields a list of those, once a call. A KDA state cannot
+    forget a wrong guess: the one before it is kept, and the tokens since are read once more.
+    Raises ValueError for an empty prompt and for a model without an MTP layer.
+    """
+    text = model.language_model.model
+    if not ids or not hasattr(text, "mtp"):
+        raise ValueError("drafting needs a prompt and an MTP layer (num_nextn_predict_layers 1)")
+    tensor = lambda row: torch.tensor([row], device=model.device)
+    likeliest = lambda h: model.head(h).argmax(-1)[0].tolist()
+    state, known, read, guess = model.init_state(1), list(ids), 0, []
+    pairs, paired = None, 0                            # what the MTP layer has read
+    while max_new_tokens > 0:
+        after, start = state.copy(), read
+        h = model.hidden(tensor(known[read:] + guess), after)
+        new = likeliest(h[:, len(known) - read - 1:])  # after the last known token, after the guess
+        if new[:1] == guess or not guess:
+            state, read = after, len(known) + len(guess)
+        else:
+            new = new[:1]
+        yield new[:max_new_tokens]
+        max_new_tokens -= len(new)
+        known += new
+        h = h[:, paired - start:len(known) - start - 1]
+        follow, _ = model.embed(tensor(known[paired + 1:]))
+        pairs = pairs or text.mtp.layer.self_attn.init_state(1, h.dtype, h.device)
+        guess = likeliest(text.mtp(h, follow, text.output_mix, pairs)[:, -1:])
+        paired = len(known) - 1
 
 
 def generate(model, tokenizer, prompt, max_new_tokens=256, temperature=0.0, top_p=1.0, seed=0,

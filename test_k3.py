@@ -3,6 +3,7 @@
 Numbers that another program produced are written out with their origin; none was printed by this code and pasted.
 Run: python -m pytest -q
 """
+import argparse
 import base64
 import functools
 import inspect
@@ -28,6 +29,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import k3
 import kernels
@@ -1209,6 +1211,39 @@ def test_mxfp4_encode_rounds_to_the_nearest_code():
     assert torch.equal(error, nearest)
 
 
+def test_mxfp4_round_is_what_the_codes_hold():
+    """Blocks of every scale, ties, zeros and subnormals: the values of decode(encode), bit for bit; the gradient passes as it is."""
+    power = torch.exp2(torch.arange(-140.0, 120).repeat(2, 1)).view(2, -1, 1)
+    x = torch.cat([power * draw(2, 260, 32, dtype=torch.float32), power * torch.arange(-16, 16) / 4, torch.zeros(2, 1, 32)], 1)
+    x = x.flatten(1).requires_grad_()
+    got = k3.mxfp4_round(x)
+    assert torch.equal(got, k3.mxfp4_decode(*k3.mxfp4_encode(x)))
+    grad = draw(*x.shape, dtype=torch.float32)
+    assert torch.equal(torch.autograd.grad(got, x, grad)[0], grad)
+    assert k3.mxfp4_round(torch.tensor([math.inf] + [0.0] * 31)).isnan().all()
+
+
+@pytest.mark.parametrize("kernel", ["plain", "fast"])
+def test_rounded_experts_are_the_decoded_codes(kernel):
+    """Quantisation-aware training: loss and gradients are those of a model whose experts are decoded codes."""
+    models, ids = [tiny(), tiny()], some_ids()
+    names = [name for name in models[0].state_dict() if ".experts." in name]
+    losses, grads = [], []
+    with torch.no_grad():
+        for name in names:
+            w = models[1].get_parameter(name)
+            w.copy_(k3.mxfp4_decode(*k3.mxfp4_encode(w)))
+    for model, rounded in zip(models, (True, False)):
+        model.kernel = kernel
+        for moe in model.moe_layers():
+            moe.experts.rounded = rounded
+        losses.append(model.loss(ids[:, :-1], ids[:, 1:])[0])
+        losses[-1].backward()
+        grads.append([model.get_parameter(name).grad for name in names])
+    assert torch.equal(*losses) and all(torch.equal(a, b) and a.any() for a, b in zip(*grads))
+    assert not torch.equal(*(model.get_parameter(names[0]) for model in models))
+
+
 def test_mxfp4_refuses_what_it_cannot_hold():
     assert not k3.mxfp4_decode(*k3.mxfp4_encode(torch.zeros(3, 64))).any()
     for bad in (math.nan, math.inf, -math.inf):
@@ -1984,6 +2019,27 @@ def test_trace_reads_only_chosen_experts(saved):
     assert 4 <= touched <= 8 and f"{(layer + touched * expert) / 1e6:.1f} MB" in lines[2]
 
 
+def test_generate_drafted_is_greedy():
+    """The MTP layer's drafts change the number of calls, not the text, whether few or most of them are right."""
+    text = b"the cat sat on the mat, the dog sat on the log"
+    model, ids, sizes = K3(K3Config.tiny(num_nextn_predict_layers=1)), torch.tensor([[*text]]), []
+    optimizer = tt.PerHeadMuon(tt.param_table(model), lr=2e-2)
+    for kernel, steps in (("plain", 0), ("fast", 2), ("fast", 2)):
+        model.kernel = kernel
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model.loss(ids[:, :-1], ids[:, 1:])[0].backward()
+            optimizer.step()
+        parts = list(k3.generate_drafted(model, [*text[:9]], 20))
+        assert sum(parts, []) == list(k3.generate_ids(model, [*text[:9]], 20))
+        sizes.append([len(part) for part in parts])
+    assert all({*of} <= {1, 2} and of[0] == 1 for of in sizes)
+    assert len(sizes[1]) > len(sizes[2]) and all({*of[1:-1]} == {1, 2} for of in sizes[1:]), sizes
+    for model, prompt in ((tiny(), [1]), (model, [])):
+        with pytest.raises(ValueError, match="drafting needs"):
+            next(k3.generate_drafted(model, prompt, 3))
+
+
 def test_generate(saved, capsys):
     """Greedy text is the same from memory and layer by layer; seeds repeat; chat opens a channel; the end token ends."""
     folder, model = saved
@@ -2428,7 +2484,7 @@ def tiny_run(monkeypatch, out, *args, steps=6):
 
 
 def log(out):
-    return [{k: v for k, v in row.items() if k != "tokens_per_s"} for row in tt.read_log(out)[1:]]
+    return [{k: v for k, v in row.items() if not k.endswith("_per_s")} for row in tt.read_log(out)[1:]]
 
 
 @pytest.fixture
@@ -2591,7 +2647,7 @@ def test_compare_balance(monkeypatch, capsys, tmp_path, text):
 
 def test_compare_optimizer(monkeypatch, tmp_path, text):
     """Each optimizer at every rate of the sweep, the best one drawn; whole-matrix Muon has the wider spread of heads."""
-    monkeypatch.setattr(tt, "SWEEP", (0.5, 1))
+    monkeypatch.setattr(tt, "SWEEP_MOST", 2)
     assert tiny_run(monkeypatch, tmp_path, "--data", text, "--compare", "optimizer", "--steps", 2) is None
     result, rows = comparison(tmp_path)
     assert [name.split("@")[0] for name in rows] == ["per-head-muon"] * 2 + ["muon"] * 2 + ["adamw"] * 2
@@ -2602,6 +2658,20 @@ def test_compare_optimizer(monkeypatch, tmp_path, text):
     spread = {name.split("@")[0]: result["runs"][name]["head_spread"] for name in result["drawn"]}
     assert spread["per-head-muon"] < 1.2 < spread["muon"], spread
     assert all(run["optimizer_ms"] > 0 for run in result["runs"].values())
+
+
+def test_sweep_goes_on_until_the_best_is_inside(monkeypatch):
+    """Outward in either direction by the same factor, also from a rate that diverged, up to the most rates; then nothing more."""
+    def sweep(loss, most=7):
+        monkeypatch.setattr(tt, "SWEEP_MOST", most)
+        runs, more = {}, dict(tt.at_rate("muon", lr) for lr in (1, tt.SWEEP))
+        while more:
+            runs.update({name: argparse.Namespace(**change) for name, change in more.items()})
+            more = tt.beyond(runs, {name: loss(one.lr) for name, one in runs.items()})
+        return sorted(one.lr for one in runs.values())
+    assert np.allclose(sweep(lambda lr: abs(math.log(lr / 10))), [1, 3, 9, 27])
+    assert np.allclose(sweep(lambda lr: abs(math.log(lr / 0.1)) if lr < 2 else math.nan), [1 / 27, 1 / 9, 1 / 3, 1, 3])
+    assert np.allclose(sweep(lambda lr: -lr, most=4), [1, 3, 9, 27])
 
 
 @pytest.mark.parametrize("what, names", [
@@ -2617,10 +2687,96 @@ def test_compare_switch(monkeypatch, tmp_path, text, what, names):
     assert len({row[0]["loss"] for row in rows.values()}) == 2
 
 
+@pytest.mark.parametrize("what, names, held", [
+    ("length", ["hybrid", "all-mla", "all-kda"], ["carried_last", "cut_last"]), ("qat", ["usual", "qat"], ["unrounded", "in_mxfp4"]),
+    ("mtp", ["num_nextn_predict_layers=1", "num_nextn_predict_layers=0"], ["accepted_share", "tokens_per_call", "same"])])
+def test_compare_measures(monkeypatch, capsys, tmp_path, text, what, names, held):
+    """What only a finished run tells: in each log, in the table and in the figure."""
+    monkeypatch.setitem(tt.MEASURES, "mtp", functools.partial(tt.drafting, prompts=2, tokens=6))
+    assert tiny_run(monkeypatch, tmp_path, "--data", text, "--compare", what, "--steps", 1) is None
+    result, rows = comparison(tmp_path)
+    assert list(rows) == names == result["drawn"] and held[0] in capsys.readouterr().out
+    for name, run in result["runs"].items():
+        assert set(held) <= run.keys() or name.endswith("layers=0")
+    if what == "mtp":
+        assert result["runs"][names[0]]["same"] == 1 and all("mtp_loss" in row for row in rows[names[0]])
+    if what == "qat":      # each is judged during training as it computes there
+        usual, qat = result["runs"].values()
+        assert qat["val_bpb"] == qat["in_mxfp4"] != qat["unrounded"] and usual["val_bpb"] == usual["unrounded"] != usual["in_mxfp4"]
+    assert (tmp_path / "compare.png").stat().st_size > 10000
+
+
+def test_compare_all(monkeypatch, capsys, tmp_path, text):
+    """Each experiment in its folder with its own keys and steps, and the time; --plot draws all of them again."""
+    monkeypatch.setattr(tt, "TAUS", (1e6, 1e-4))
+    monkeypatch.setattr(tt, "ALL", {"few": ("qk-clip", ["num_experts=8"], 6), "qat": ("qat", [], 3)})
+    assert tiny_run(monkeypatch, tmp_path, "--data", text, "--compare", "all") is None
+    out = capsys.readouterr().out
+    assert "==== few: 1 steps a run" in out and "==== qat: 2 steps a run" in out
+    result, rows = comparison(tmp_path / "few")
+    assert K3Config.from_json(result["header"]["config"]).num_experts == 8 and list(rows) == ["tau=1e+06", "tau=0.0001"]
+    a, b = (line[0] for line in rows.values())
+    assert a["loss"] == b["loss"] and a["largest_logit"] == b["largest_logit"] > 1e-4 and a["update_rms"] != b["update_rms"]
+    for name in ("few", "qat"):
+        (tmp_path / name / "compare.png").unlink()
+    assert tt.main(["--plot", str(tmp_path)]) is None and all((tmp_path / name / "compare.png").exists() for name in ("few", "qat"))
+
+
+def test_by_position():
+    """Read through the state: the loss of one long forward pass; cut: that of windows of their own; state bytes by kind."""
+    model, text = tiny(full_attn_layers=[2, 4]), some_ids(1, 300, 3)[0].byte().numpy()
+    found = tt.by_position(model, text, dict(length=16), count=2)
+    assert found["lengths"] == [16 * i for i in range(1, 17)] and found["ends"] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    ids, labels = tt.windows(text, [0, 300 - 257], 256)
+    with torch.no_grad():
+        each = lambda i, l: F.cross_entropy(model(i).flatten(0, 1), l.flatten(), reduction="none") / math.log(2)
+        whole, cut = each(ids, labels).view(2, 256), each(ids.reshape(-1, 16), labels.reshape(-1, 16)).view(2, 256)
+    for name, line in (("carried", whole), ("cut", cut)):
+        parts = line.mean(0).tensor_split(found["ends"][:-1])
+        assert np.allclose(found[name], [part.mean().item() for part in parts], rtol=1e-4)
+    assert found["carried"][:5] == found["cut"][:5] and not np.allclose(found["carried"][5:], found["cut"][5:], rtol=1e-3)
+    kda = 3 * (2 * 32 * 32 + 3 * 3 * 64) * 4           # layers x (state + tails of q, k and v)
+    assert found["kda_bytes"] == (kda,) * 16 and found["mla_bytes"] == tuple(2 * 48 * 4 * n for n in found["lengths"])
+
+
+def test_qat_checkpoint_is_packed(monkeypatch, capsys, tmp_path, text):
+    """--qat: the checkpoint holds MXFP4 experts and scores as the trained model; other widths and dense models are refused."""
+    monkeypatch.setattr(tt, "plot", lambda out: [])
+    assert tiny_run(monkeypatch, tmp_path, "--data", text, "--qat", steps=3) is None
+    names = k3.Checkpoint(tmp_path / "checkpoint").tensors
+    assert sum(name.endswith("weight_packed") for name in names) == 3 * 16 * 3
+    rows = tt.read_log(tmp_path)
+    model, (_, held) = k3.load_model(tmp_path / "checkpoint"), tt.read_text(text)
+    assert abs(tt.bits_per_byte(model, held, rows[0]["header"]) / [r["val_bpb"] for r in rows if "val_bpb" in r][-1] - 1) < 0.002
+    capsys.readouterr()
+    for over in ("moe_intermediate_size=48", "num_experts=null"):
+        assert tiny_run(monkeypatch, tmp_path, "--data", text, "--qat", "--set", over) == 2
+        assert "--qat needs" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_cuda_graph_holds_the_step_with_rounded_experts():
+    """--qat with an MTP layer: three steps as one graph give the eager steps' losses, bit for bit."""
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    ids, labels = (some_ids(4, 64, seed).cuda() for seed in (0, 1))
+    losses = []
+    for graph in (False, True):
+        model = tiny_model().cuda().train()
+        model.kernel, model.compute_dtype = "fast", torch.bfloat16
+        for moe in model.moe_layers():
+            moe.experts.rounded = True
+        optimizer = tt.PerHeadMuon(tt.param_table(model), lr=1e-2, dtype=torch.bfloat16)
+        step = tt.make_step(model, k3.Balancer(model), optimizer, ids, labels)
+        step = tt.capture(step, [*model.state_dict().values(), *optimizer.state.values()]) if graph else step
+        losses.append([step()[:2].tolist() for _ in range(3)])
+    torch.backends.cuda.enable_mem_efficient_sdp(True)
+    assert losses[0] == losses[1] and losses[0][0] != losses[0][2], losses
+
+
 @pytest.mark.parametrize("args", [
     ["--data", "EMPTY"], ["--data", "SHORT"], ["--data", "MISSING"], ["--data", "BINARY"], ["--steps", "0"],
     ["--set", "no_such_key=1"], ["--set", "num_experts_per_token=99"], ["--set", "hidden_act=relu"], ["--out", "FILE/x"],
-    ["--set", "vocab_size=200"], ["--resume"], ["--plot", "MISSING"],
+    ["--set", "vocab_size=200"], ["--compare", "all", "--resume"], ["--compare", "all", "--steps", "0"], ["--resume"], ["--plot", "MISSING"],
     ["--lr", "0"], ["--gamma", "nan"], ["--qk-clip", "-1"], ["--compare", "nothing"], ["--compare", "nothing=1,2"], ["--compare", "hidden_act=situ"],
     ["--compare", "hidden_act=situ,relu"], ["--compare", "balance", "--resume"], ["--compare", "balance", "--task", "shapes"]])
 def test_bad_input_is_one_sentence(monkeypatch, capsys, tmp_path, text, args):
@@ -2652,6 +2808,22 @@ def test_state_file_is_whole_or_old(tmp_path):
     with pytest.raises(TypeError):
         tt.write_whole(path, "not bytes")
     assert tt.load_state(path, {"steps": 1})["step"] == 1
+
+
+def test_model_flops():
+    """PyTorch's own counter on one token's forward pass, three times; it takes products of one summand (k u^T, p v) for elementwise."""
+    for over in ({}, dict(q_lora_rank=None, num_shared_experts=0)):
+        model = K3(K3Config.tiny(attn_res_block_size=None, **over))
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(torch.zeros(1, 1, dtype=torch.long))
+        uncounted = 3 * 2 * 32 * 32 + 2 * 2 * 32       # 3 KDA layers, 2 MLA layers
+        assert tt.model_flops(model, 1) == 3 * counter.get_total_flops() + 6 * uncounted
+    assert tt.model_flops(model, 101) - tt.model_flops(model, 1) == 6 * 2 * 2 * (48 + 32) * 50
+    more = K3(K3Config.tiny(num_nextn_predict_layers=1))
+    mtp = more.language_model.model.mtp
+    layer = sum(p.numel() for name, p in mtp.named_parameters() if p.ndim == 2) + 2 * 80       # its attention at T 1
+    layer += 4 * 3 * 32 * 32                           # chosen experts
+    assert tt.model_flops(more, 1) - tt.model_flops(K3(K3Config.tiny()), 1) == 6 * (layer + 320 * 64)
 
 
 def test_repeated_token_stays_finite():

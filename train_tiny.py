@@ -6,12 +6,14 @@
     python train_tiny.py --task shapes   learns to see: colour, shape and number of drawn shapes
     python train_tiny.py --plot out      the figures again, from out/metrics.jsonl
     python train_tiny.py --compare balance         every choice from the same start, drawn together
+    python train_tiny.py --compare all             every experiment
     torchrun --nproc-per-node 2 train_tiny.py      data parallel: the same batches, shared out
 
 A run leaves in --out (default out/): metrics.jsonl (a header, then one object a step), the figures,
 state.pt (what --resume continues from) and checkpoint/ in the released layout.
 """
 import argparse
+import functools
 import gc
 import io
 import json
@@ -33,10 +35,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from k3 import (Balancer, byte_tokenizer, CONTROL, depth_weights, Experts, f32, generate,
-                image_prompt, K3, K3Config, keys_values, LatentMoE, load_model, load_tokenizer,
-                MLA, MLP, one_sentence, OneLine, pool, preprocess_image, quantile_bias,
-                QuantileHistogram, ranks, replacing, route, save_checkpoint, sign_bias, Tokenizer)
+from k3 import (Balancer, byte_tokenizer, CONTROL, depth_weights, Experts, f32, Gate, generate,
+                generate_drafted, generate_ids, image_prompt, K3, K3Config, KDA, keys_values,
+                LatentMoE, load_model, load_tokenizer, MLA, MLP, one_sentence, OneLine, pool,
+                preprocess_image, quantile_bias, QuantileHistogram, ranks, replacing, route,
+                save_checkpoint, sign_bias, Tokenizer)
 
 # ---- Settings ------------------------------------------------------------------------------------
 
@@ -58,11 +61,13 @@ PRESETS = {     # what `model` leaves out is K3Config.tiny's
 }
 FLOOR = 0.1           # the cosine ends at this share of the peak learning rate
 HELD_OUT = 20         # every 20th file, or the last 20th of a text, is for validation
+OPTIMIZERS = "per-head-muon", "muon", "adamw"
 ADAMW_SIZE = 0.2      # usual RMS of AdamW's updates, to which Muon's are scaled
 
 # ---- Data: bytes are tokens, with the ids that save_byte_tokenizer's encoding gives them ---------
 
 
+@functools.lru_cache(1)       # a comparison reads it for every run
 def read_text(path=None):
     """The bytes to train on and the bytes held out, two uint8 arrays.
 
@@ -460,6 +465,7 @@ def read_log(folder):
     return rows
 
 
+@functools.cache               # the code that runs is the one that the process started with
 def circumstances(device):
     """What a figure's caption says beside the run's settings."""
     git = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty"]
@@ -485,18 +491,51 @@ def update_rms(rows, before, lr):
             for row, old in zip(rows, before)}
 
 
-def optimizer_ms(optimizer, times=5):
+def seconds(run, cuda, times=5):
+    """Seconds of one call, mean of several after a first."""
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    run(), wait()
+    began = time.perf_counter()
+    for _ in range(times):
+        run()
+    wait()
+    return (time.perf_counter() - began) / times
+
+
+def optimizer_ms(optimizer):
     """Milliseconds of one optimizer step; lr 0 keeps the weights, the momenta move."""
     optimizer.lr.zero_()
     cuda = optimizer.lr.device.type == "cuda"
-    step = capture(optimizer.step, []) if cuda else optimizer.step
-    wait = torch.cuda.synchronize if cuda else lambda: None
-    step(), wait()
-    began = time.perf_counter()
-    for _ in range(times):
-        step()
-    wait()
-    return (time.perf_counter() - began) / times * 1e3
+    return seconds(capture(optimizer.step, []) if cuda else optimizer.step, cuda) * 1e3
+
+
+def model_flops(model, length):
+    """Floating-point operations of training on one token: three times the forward products.
+
+    A weight that a token meets costs 2 forward (k of n experts, the head again for the MTP layer),
+    a KDA head three products of dk x dv (recall, write, read), an MLA head queries with the keys
+    and weights with the values of the half window that a token sees on average.
+    """
+    c, products = model.config, 0
+    for m in model.language_model.modules():
+        if isinstance(m, (torch.nn.Linear, Gate)):
+            products += m.weight.numel()
+        elif isinstance(m, Experts):
+            products += 3 * c.num_experts_per_token * m.w1[0].numel()
+        elif isinstance(m, KDA):
+            products += 3 * m.H * m.d ** 2
+        elif isinstance(m, MLA):
+            products += m.H * (c.qk_nope_head_dim + m.rope + m.v_dim) * (length + 1) / 2
+    again = c.num_nextn_predict_layers * model.language_model.lm_head.weight.numel()
+    return 6 * (products + again)
+
+
+def matmul_flops(device, dtype):
+    """Floating-point operations a second of one large square matmul, the machine's yardstick."""
+    cuda = device == "cuda"
+    n = 4096 if cuda else 1024
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    return 2 * n ** 3 / seconds(lambda: a @ a, cuda, 20 if cuda else 2)
 
 
 @torch.no_grad()
@@ -518,6 +557,79 @@ def attn_res_weights(model, ids):
                                                    layer.mlp_res_norm)
     found["final"] = depth_weights(stored, running, text.output_attn_res_proj,
                                    text.output_attn_res_norm)
+    return found
+
+
+@torch.no_grad()
+def by_position(model, text, run, times=64, count=8):
+    """What a trained model does far beyond the length it was trained at, with nothing changed.
+
+    count windows of up to `times` that length, evenly spaced, are read in pieces through the state.
+    carried, cut   bits per byte of the positions up to each of `ends`, from the one before it;
+                   cut: of the same bytes, read with an empty state every `length` bytes
+    kda_bytes, mla_bytes   what the state of one sequence holds after each of `lengths`
+    """
+    T = run["length"]
+    times = min(times, 1 << ((len(text) - 1) // T).bit_length() - 1)      # the text may be short
+    starts = np.linspace(0, len(text) - times * T - 1, count).astype(int)
+    state, bits, sizes = model.eval().init_state(count), [], []
+    for ids, labels in zip(*(part.to(model.device).split(T, 1)
+                             for part in windows(text, starts, times * T))):
+        bits.append([torch.nn.functional.cross_entropy(model(ids, held).mT, labels,
+                                                       reduction="none").mean(0) / math.log(2)
+                     for held in (state, None)])
+        sizes.append([sum(t.nbytes for layer in state.layers if ("latent" in layer) == mla
+                          for t in layer.values() if t is not None) // count
+                      for mla in (False, True)])
+    model.train()
+    carried, cut = map(torch.cat, zip(*bits))
+    ends = [T >> i for i in (4, 3, 2, 1)] + [T << i for i in range(times.bit_length())]
+    carried, cut = ([x[a:b].mean().item() for a, b in zip([0, *ends], ends)]
+                    for x in (carried, cut))
+    kda, mla = zip(*sizes)
+    return dict(ends=ends, carried=carried, cut=cut, carried_last=carried[-1], cut_last=cut[-1],
+                lengths=[T * i for i in range(1, times + 1)], kda_bytes=kda, mla_bytes=mla)
+
+
+@torch.no_grad()
+def drafting(model, text, run, prompts=4, tokens=64):
+    """How often the MTP layer's one-token draft is what the main model would have said.
+
+    Greedy continuations of evenly spaced pieces of the text, in fp32: a call of two tokens then
+    rounds so much like a call of one that both decode alike, which `same` counts.
+    accepted   share of the drafts, one number a prompt; greedy text repeats itself, which is easy
+    on_text    the same share where all that was read is held-out text, over a batch of windows
+    """
+    if not model.config.num_nextn_predict_layers:
+        return {}
+    dtype, model.compute_dtype = model.eval().compute_dtype, None
+    accepted, same = [], 0
+    for start in np.linspace(0, len(text) - run["length"], prompts).astype(int):
+        ids = text[start:start + run["length"] // 2].tolist()
+        first, *parts, last = generate_drafted(model, ids, tokens)     # last: may be cut
+        accepted.append(sum(len(part) == 2 for part in parts) / len(parts))
+        same += sum([first, *parts, last], []) == [*generate_ids(model, ids, tokens)]
+    starts = np.linspace(0, len(text) - run["length"] - 1, run["batch"]).astype(int)
+    inner = model.language_model.model
+    ids = windows(text, starts, run["length"])[0].to(model.device)
+    h, (follow, _) = model.hidden(ids), model.embed(ids[:, 1:])
+    drafts = model.head(inner.mtp(h[:, :-1], follow, inner.output_mix)).argmax(-1)
+    on_text = (drafts == model.head(h[:, 1:]).argmax(-1)).float().mean().item()
+    model.train().compute_dtype = dtype
+    share = float(np.mean(accepted))
+    return dict(accepted=accepted, accepted_share=share, tokens_per_call=1 + share,
+                same=same / prompts, on_text=on_text)
+
+
+def rounding(model, text, run):
+    """Held-out bits per byte with the routed experts as they are, and as MXFP4 rounds them."""
+    experts, found = [m for m in model.modules() if isinstance(m, Experts)], {}
+    was = experts[0].rounded
+    for name, on in (("unrounded", False), ("in_mxfp4", True), ("", was)):
+        for m in experts:
+            m.rounded = on
+        if name:
+            found[name] = bits_per_byte(model, text, run)
     return found
 
 # ---- Figures, drawn from metrics.jsonl -----------------------------------------------------------
@@ -615,7 +727,7 @@ def settings(args):
     """(config, run): the model, and everything a resumed run must have in common with the first."""
     preset = (SHAPES if args.task == "shapes" else PRESETS)[args.preset]
     run = dict(task=args.task, preset=args.preset, **preset, seed=args.seed, balance=args.balance,
-               optimizer=args.optimizer, gamma=args.gamma, qk_clip=args.qk_clip)
+               optimizer=args.optimizer, gamma=args.gamma, qk_clip=args.qk_clip, qat=args.qat)
     run["lr"] = run["lr"] if args.lr is None else args.lr
     config = K3Config.tiny(**{**run.pop("model"), **dict(map(key_value, args.set))})
     run["steps"] = run["steps"] if args.steps is None else args.steps
@@ -628,6 +740,10 @@ def settings(args):
     if config.vocab_size <= max(255, config.eos_token_id, config.pad_token_id):
         raise ValueError(f"--set vocab_size={config.vocab_size}: too small for 256 bytes and the "
                          f"ids {config.eos_token_id} (end) and {config.pad_token_id} (padding)")
+    widths = config.moe_intermediate_size, config.routed_expert_hidden_size or config.hidden_size
+    if args.qat and (config.num_experts is None or any(width % 32 for width in widths)):
+        raise ValueError("--qat needs routed experts whose widths are multiples of 32, since that "
+                         "many share a scale in MXFP4")
     if args.preset == "gpu" and not torch.cuda.is_available():
         raise ValueError("--preset gpu: there is no CUDA device; --preset cpu needs none")
     return config, {**run, "config": config.to_json()}
@@ -648,6 +764,7 @@ def train(args):
     """One run, from data to checkpoint and figures; under torchrun, rank 0's part and the others'.
 
     All ranks draw the same batch and take their share of it. Only rank 0 looks, writes and prints.
+    Of a compared run, returns the last held-out bits per byte.
     """
     (config, run), out, began = settings(args), Path(args.out), time.perf_counter()
     device = "cuda" if args.preset == "gpu" else "cpu"
@@ -667,6 +784,9 @@ def train(args):
         torch.backends.cuda.enable_mem_efficient_sdp(False)
     model = K3(config, seed=args.seed).to(device).train()
     model.kernel, model.compute_dtype = "fast", torch.bfloat16 if device == "cuda" else None
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.rounded = args.qat
     balancer = Balancer(model, args.balance, gamma=args.gamma)
     peaks = Peaks(model, record=bool(args.compare), tau=args.qk_clip)
     table = param_table(model, args.optimizer)
@@ -702,7 +822,8 @@ def train(args):
         run_step = capture(run_step, [*model.state_dict().values(), *optimizer.state.values()])
     names = ["loss", *["mtp_loss"] * config.num_nextn_predict_layers, "grad_norm",
              *peaks.names]
-    numbers, clock = [], time.perf_counter()
+    bits = torch.zeros((), dtype=torch.float64, device=device)
+    numbers, speeds, clock = [], [], time.perf_counter()
     for step in range(start + 1, steps + 1):
         for static, new in zip((ids, labels), batch(text, args.seed, step, size, length)):
             static.copy_(new[mine])
@@ -716,6 +837,7 @@ def train(args):
 
         numbers = torch.stack(numbers).tolist()                    # the only wait for the device
         speed = round(len(numbers) * size * length / (time.perf_counter() - clock))
+        speeds.append(speed)
         rows = [dict(step=step - len(numbers) + i, **dict(zip(names, line)), tokens_per_s=speed,
                      imbalance=line[len(names):]) for i, line in enumerate(numbers, 1)]
         rows[-1].update(lr=lr, update_rms=update_rms(heads, before, lr))
@@ -724,12 +846,20 @@ def train(args):
                   f"imbalance {max(rows[-1]['imbalance'], default=1):.2f}  "
                   f"left {left // 60}:{left % 60:02d}")
         if step % run["val_every"] == 0 or step == steps:
-            rows.append({"step": step, "val_bpb": bits_per_byte(model, held, run)})
-            report += f"  held out {rows[-1]['val_bpb']:.3f} bits per byte"
+            bits.fill_(bits_per_byte(model, held, run))
+            rows.append({"step": step, "val_bpb": bits.item()})
+            report += f"  held out {bits:.3f} bits per byte"
         if step == steps and config.attn_res_block_size:
             rows.append({"step": step, "attn_res": attn_res_weights(model, ids)})
+        if step == steps and not args.compare:
+            rows.append({"step": step,
+                         "flops_per_s": float(np.median(speeds)) * model_flops(model, length),
+                         "matmul_flops_per_s": ranks() * matmul_flops(device,
+                                                                      model.compute_dtype)})
         if step == steps and args.compare:
             rows.append({"step": step, "optimizer_ms": optimizer_ms(optimizer)})
+            if args.compare in MEASURES:
+                rows.append({"step": step, "measured": MEASURES[args.compare](model, held, run)})
         with open(out / "metrics.jsonl", "a") as f:
             f.writelines(json.dumps(row) + "\n" for row in rows)
         if not args.compare and (step % run["save_every"] == 0 or step == steps):
@@ -738,8 +868,10 @@ def train(args):
         print(report, flush=True)
         numbers, clock = [], time.perf_counter()
 
+    if args.compare and ranks() > 1:
+        dist.broadcast(bits, 0)
     if rank() or args.compare:
-        return
+        return bits.item()
     middle = len(held) // 2
     prompt = bytes(held[middle:middle + 64]).decode(errors="ignore").strip()
     finish(model.eval(), out, prompt or "def", run)
@@ -755,7 +887,8 @@ def settled(values, limit):
 def finish(model, out, prompt, run):
     """Checkpoint, sample, figures, and the numbers that sum the run up."""
     folder = out / "checkpoint"
-    save_checkpoint(model, folder, "bf16", byte_tokenizer())    # not trained for MXFP4's rounding
+    experts = "mxfp4" if run["qat"] else "bf16"        # as it was trained for
+    save_checkpoint(model, folder, experts, byte_tokenizer())
     sample = "".join(generate(model, load_tokenizer(folder), prompt, run["sample"], temperature=0.8,
                               seed=run["seed"]))
     print(f"---- held-out text, | and a sample that continues it ----\n{prompt}|{sample}\n----")
@@ -766,6 +899,10 @@ def finish(model, out, prompt, run):
     if first:
         print(f"every MoE layer's imbalance is below 1.5 from step {first} on, "
               f"{max(worst[first - 1:]):.2f} at most")
+    own, most = [(row["flops_per_s"], row["matmul_flops_per_s"])
+                 for row in rows if "flops_per_s" in row][-1]
+    print(f"model FLOPs: {own / 1e9:,.0f} billion a second, {own / most:.1%} of the "
+          f"{most / 1e9:,.0f} that one large matmul reaches here")
     bits = [row["val_bpb"] for row in rows if "val_bpb" in row][-1]
     print(f"validation {bits:.3f} bits per byte; entropy of single bytes "
           f"{rows[0]['header']['unigram_bits']:.3f}")
@@ -775,11 +912,24 @@ def finish(model, out, prompt, run):
 RULES = {"qb": {}, "qb-exact": {}, "none": {},      # --compare balance: choice -> other arguments
          **{f"sign-{g:g}": dict(balance="sign", gamma=g) for g in (1e-2, 1e-3, 1e-4)}}
 SWITCHES = {"attn-res": "attn_res_block_size=2,null", "situ": "hidden_act=situ,silu",
-            "latent-norm": "latent_moe_use_norm=true,false", "decay": "gate_lower_bound=-5,null"}
-SWEEP = 1 / 3, 1, 3        # shares of the preset's learning rate that each optimizer is tried at
+            "latent-norm": "latent_moe_use_norm=true,false", "decay": "gate_lower_bound=-5,null",
+            "mtp": "num_nextn_predict_layers=1,0"}
+TAUS = 1e6, 3, 1, 0.3, 0.1 # --compare qk-clip; the first is never reached, a toy's logits are small
+SWEEP, SWEEP_MOST = 3, 7   # factor from one learning rate to the next, and the most rates tried
+MEASURES = {"length": by_position, "mtp": drafting, "qat": rounding}     # after the last step
 PANELS = {"balance": ["imbalance", "loss"], "optimizer": ["loss", "head_rms", "head_spread"],
           "latent-norm": ["loss", "largest_routed"], "situ": ["loss", "largest_activation"],
-          "decay": ["loss", "tokens_per_s"]}
+          "decay": ["loss", "tokens_per_s"], "length": [], "mtp": ["loss"], "qat": ["loss"],
+          "qk-clip": ["loss", "largest_logit"]}
+COMPARED = ("balance", "optimizer", *SWITCHES, "length", "qat", "qk-clip")
+
+# --compare all: folder -> what, config keys, and the part of the preset's steps that a run takes.
+ALL = {"balance": ("balance", [], 10),
+       "balance-896": ("balance", ["num_experts=896", "num_experts_per_token=16"], 10),
+       "optimizer": ("optimizer", [], 10), "attn-res": ("attn-res", [], 10),
+       "latent-norm": ("latent-norm", [], 10), "situ": ("situ", [], 10),
+       "decay": ("decay", [], 20), "length": ("length", [], 5), "qk-clip": ("qk-clip", [], 10),
+       "mtp": ("mtp", [], 5), "qat": ("qat", [], 5)}
 
 
 def alternatives(args):
@@ -789,14 +939,46 @@ def alternatives(args):
         return {name: {"balance": name, **change} for name, change in RULES.items()}
     if key == "optimizer":
         lr = PRESETS[args.preset]["lr"] if args.lr is None else args.lr
-        return {f"{name}@{lr * share:.2g}": dict(optimizer=name, lr=lr * share)
-                for name in ("per-head-muon", "muon", "adamw") for share in SWEEP}
+        return dict(at_rate(name, lr * share) for name in OPTIMIZERS for share in (1, SWEEP))
+    if key == "length":
+        every = [*range(1, settings(args)[0].num_hidden_layers + 1)]
+        return {name: dict(set=[*args.set, f"full_attn_layers={json.dumps(mla)}"])
+                for name, mla in (("hybrid", None), ("all-mla", every), ("all-kda", []))}
+    if key == "qat":
+        return {"usual": dict(qat=False), "qat": dict(qat=True)}
+    if key == "qk-clip":
+        return {f"tau={tau:g}": dict(qk_clip=tau) for tau in TAUS}
     words = re.split(r",(?![^[]*])", values)           # at commas outside of a list
     pairs = dict.fromkeys(f"{key}={word}" for word in words)
     if len(pairs) < 2:
-        raise ValueError(f"--compare {args.compare}: there are balance, optimizer, "
-                         f"{', '.join(SWITCHES)}, and KEY=V1,V2 with two values or more")
+        raise ValueError(f"--compare {args.compare}: there are {', '.join(COMPARED)}, all, and "
+                         "KEY=V1,V2 with two values or more")
     return {pair: dict(set=[*args.set, pair]) for pair in pairs}
+
+
+def at_rate(optimizer, lr):
+    """A choice of the sweep and what it changes."""
+    return f"{optimizer}@{lr:.2g}", dict(optimizer=optimizer, lr=lr)
+
+
+def best_of(bits, group):
+    """group(name) -> its name with the fewest held-out bits; a run that diverged is the worst."""
+    best = {}
+    for name in sorted(bits, key=lambda name: np.nan_to_num(bits[name], nan=np.inf)):
+        best.setdefault(group(name), name)
+    return best
+
+
+def beyond(runs, bits):
+    """The sweep's next choices: one rate further where an optimizer's best is its first or last."""
+    more = {}
+    for optimizer, best in best_of(bits, lambda name: runs[name].optimizer).items():
+        rates = sorted(one.lr for one in runs.values() if one.optimizer == optimizer)
+        at = rates.index(runs[best].lr)
+        if len(rates) < SWEEP_MOST and at in (0, len(rates) - 1):
+            lr = rates[at] * SWEEP if at else rates[at] / SWEEP
+            more.update([at_rate(optimizer, lr)])
+    return more
 
 
 def compare(args):
@@ -804,36 +986,53 @@ def compare(args):
     if args.resume:
         raise ValueError("--compare runs every choice from its start: no --resume")
     steps = PRESETS[args.preset]["steps"] // 4 if args.steps is None else args.steps
-    out = Path(args.out)
-    runs = {name: argparse.Namespace(**{**vars(args), "steps": steps, "out": out / name, **change})
-            for name, change in alternatives(args).items()}
-    for one in runs.values():
-        settings(one)                                  # all are refused before the first runs
-    for name, one in runs.items():
-        if rank() == 0:
-            print(f"---- {name}", flush=True)
-        train(one)
-        gc.collect()                                   # its graph, before the next is captured
+    out, sweep, more = Path(args.out), args.compare == "optimizer", alternatives(args)
+    runs, bits = {}, {}
+    while more:
+        fresh = {name: argparse.Namespace(**{**vars(args), "steps": steps, "out": out / name,
+                                             **change}) for name, change in more.items()}
+        for one in fresh.values():
+            settings(one)                              # all are refused before the first runs
+        for name, one in fresh.items():
+            if rank() == 0:
+                print(f"---- {name}", flush=True)
+            bits[name] = train(one)
+            gc.collect()                               # its graph, before the next is captured
+        runs.update(fresh)
+        more = beyond(runs, bits) if sweep else {}
     if rank():
         return
+    if sweep:
+        place = lambda item: (OPTIMIZERS.index(item[1].optimizer), item[1].lr)
+        runs = dict(sorted(runs.items(), key=place))
     found = {name: summary(out / name) for name in runs}
-    best = {}
-    for name in sorted(found, key=lambda name: np.nan_to_num(found[name]["val_bpb"], nan=np.inf)):
-        best.setdefault(runs[name].optimizer if args.compare == "optimizer" else name, name)
+    best = best_of(bits, lambda name: runs[name].optimizer if sweep else name)
     first, *others = (read_log(out / name)[0]["header"] for name in runs)
     common = {k: v for k, v in first.items() if all(other[k] == v for other in others)}
-    result = dict(header={**common, "compare": args.compare},
+    result = dict(header={**common, "compare": args.compare, "set": args.set},
                   drawn=[name for name in runs if name in best.values()], runs=found)
     if args.compare == "balance":
         result["fixed_scores"] = fixed_scores()
     write_whole(out / "compare.json", json.dumps(result, indent=1).encode())
     paths = plot_compare(out)
     print("\n".join(table_lines(found, result["drawn"])))
-    rates = sorted({one.lr for one in runs.values()}) if args.compare == "optimizer" else []
-    for name in result["drawn"] * bool(rates):
-        if runs[name].lr in (rates[0], rates[-1]):
-            print(f"{name} is at the edge of the sweep: a rate beyond may be better (--lr)")
+    for name in beyond(runs, bits) if sweep else ():
+        print(f"the sweep ended before {name}: its optimizer may do better there")
     print("figures", *paths)
+
+
+def compare_all(args):
+    """Every experiment in a folder of its own, its steps chosen so that all fit 14 minutes."""
+    began = time.perf_counter()
+    for name, (what, keys, part) in ALL.items():
+        steps = PRESETS[args.preset]["steps"] // part if args.steps is None else args.steps
+        start = time.perf_counter()
+        compare(argparse.Namespace(**{**vars(args), "compare": what, "set": [*args.set, *keys],
+                                      "steps": steps, "out": Path(args.out) / name}))
+        if rank() == 0:
+            now = time.perf_counter()
+            print(f"==== {name}: {steps} steps a run, {now - start:.0f} s; "
+                  f"{now - began:.0f} s so far", flush=True)
 
 
 # What a compared run is judged by: name -> (its axis, the row's entry, the number made of that).
@@ -846,6 +1045,8 @@ SERIES = {
                     per_matrix(lambda heads: max(heads) / max(min(heads), 1e-30))),
     "largest_activation": ("largest activation", "largest_activation", float),
     "largest_routed": ("largest routed activation", "largest_routed", float),
+    "largest_logit": ("largest attention logit", "largest_logit", float),
+    "mtp_loss": ("MTP training loss, bits per byte", "mtp_loss", lambda loss: loss / math.log(2)),
     "tokens_per_s": ("tokens / s", "tokens_per_s", float),
 }
 
@@ -855,6 +1056,11 @@ def series(rows, name):
     _, key, value = SERIES[name]
     pairs = [(row["step"], value(row[key])) for row in rows if row.get(key)]
     return zip(*pairs) if pairs else ((), ())
+
+
+def measured(folder):
+    """What MEASURES noted of a run, or an empty dict."""
+    return next((row["measured"] for row in read_log(folder) if "measured" in row), {})
 
 
 def summary(folder):
@@ -869,15 +1075,17 @@ def summary(folder):
             found[name] = float(np.mean(values[-max(1, len(values) // 10):]))
         if name == "imbalance":
             found["below_1.5_from"] = settled(values, 1.5)
-    return {**found, "optimizer_ms": [r["optimizer_ms"] for r in rows if "optimizer_ms" in r][-1]}
+    found["optimizer_ms"] = [row["optimizer_ms"] for row in rows if "optimizer_ms" in row][-1]
+    return found | {k: v for k, v in measured(folder).items() if not isinstance(v, list)}
 
 
 def table_lines(found, drawn):
     """The summaries as aligned text; * marks those that the figure draws if not all are."""
-    heads = ["", *next(iter(found.values()))]
+    heads = [*dict.fromkeys(head for numbers in found.values() for head in numbers)]
     cell = lambda x: "-" if x is None else f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}"
-    lines = [heads, *([name + " *" * (name in drawn < list(found)), *map(cell, numbers.values())]
-                      for name, numbers in found.items())]
+    lines = [["", *heads], *([name + " *" * (name in drawn < list(found)),
+                              *(cell(numbers.get(head)) for head in heads)]
+                             for name, numbers in found.items())]
     widths = [max(map(len, column)) for column in zip(*lines)]
     return ["  ".join(x.rjust(w) if i else x.ljust(w) for i, (x, w) in enumerate(zip(line, widths)))
             for line in lines]
@@ -890,30 +1098,95 @@ def plot_compare(folder):
     if not {"header", "drawn", "runs"} <= {*result}:
         raise ValueError(f"{folder}/compare.json is not a comparison of train_tiny.py")
     header, what = result["header"], result["header"]["compare"]
-    panels, sweep = PANELS.get(what, ["loss", "imbalance"]), what == "optimizer"
-    n = len(panels) + sweep
+    panels, extra = PANELS.get(what, ["loss", "imbalance"]), EXTRA.get(what, ())
+    n = len(panels) + len(extra)
     fig, axes = plt.subplots(1, n, figsize=(5 * n, 4.5), layout="constrained")
     base = {"loss": (header["unigram_bits"], "entropy of single bytes"), "imbalance": (1, "even"),
             "head_rms": (ADAMW_SIZE, "AdamW's usual size"), "head_spread": (1, "heads alike")}
     for ax, panel in zip(axes, panels):
-        for name in result["drawn"]:
-            ax.plot(*series(read_log(folder / name), panel), lw=0.9, label=name)
+        for i, name in enumerate(result["drawn"]):
+            rows = read_log(folder / name)
+            ax.plot(*series(rows, panel), "--" if i > 2 else "-", lw=0.9, color=f"C{i}", label=name)
+            if panel == "loss" and any("mtp_loss" in row for row in rows):
+                ax.plot(*series(rows, "mtp_loss"), "--", lw=0.9, color=f"C{i}",
+                        label="its MTP layer, one byte further")
         ax.set(xlabel="step", ylabel=SERIES[panel][0],
                yscale="linear" if panel in ("loss", "tokens_per_s", "head_rms") else "log")
         if panel in base:
-            ax.axhline(base[panel][0], color="0.5", ls="--", label=base[panel][1])
-    tried = [(*name.split("@"), numbers["val_bpb"]) for name, numbers in result["runs"].items()]
-    for best in result["drawn"] * sweep:
-        points = [(float(lr), bits) for name, lr, bits in tried if name == best.split("@")[0]]
-        axes[-1].semilogx(*zip(*points), "o-", label=best.split("@")[0])
-        axes[-1].set(xlabel="peak learning rate", ylabel="held out, bits per byte")
+            ax.axhline(base[panel][0], color="0.5", ls=":", label=base[panel][1])
+    for ax, draw in zip(axes[len(panels):], extra):
+        draw(ax, result, {name: measured(folder / name) for name in result["drawn"]})
     for ax in axes:
         ax.legend(fontsize=7)
-    fig.suptitle(f"--compare {what}")
+    keys = "".join(f" --set {pair}" for pair in header.get("set", ()))
+    fig.suptitle(f"--compare {what}{keys}, {header['steps']} steps of {header['batch']} x "
+                 f"{header['length']} bytes")
     paths = [save_figure(fig, folder / "compare.png", header)]
     if "fixed_scores" in result:
         paths.append(plot_fixed_scores(result["fixed_scores"], folder, header))
     return paths
+
+
+def draw_sweep(ax, result, found):
+    for best in result["drawn"]:
+        optimizer = best.split("@")[0]
+        points = [(float(name.split("@")[1]), numbers["val_bpb"])
+                  for name, numbers in result["runs"].items() if name.split("@")[0] == optimizer]
+        ax.semilogx(*zip(*points), "o-", label=optimizer)
+    ax.set(xlabel="peak learning rate", ylabel="held out, bits per byte")
+
+
+def draw_positions(ax, result, found):
+    for i, (name, of) in enumerate(found.items()):
+        ax.semilogx(of["ends"], of["carried"], "o-", base=2, color=f"C{i}", label=name)
+        ax.semilogx(of["ends"], of["cut"], ":", base=2, color=f"C{i}",
+                    label="same bytes, context cut")
+    ax.axvline(of["lengths"][0], color="0.5", ls="--", label="length in training")
+    ax.set(xlabel="position (to each mark from the one before)", ylabel="held out, bits per byte")
+
+
+def draw_gain(ax, result, found):
+    for name, of in found.items():
+        T = of["lengths"][0]
+        gain = [(end, a - b) for end, a, b in zip(of["ends"], of["carried"], of["cut"]) if end > T]
+        if gain:
+            ax.semilogx(*zip(*gain), "o-", base=2, label=name)
+    ax.axhline(0, color="0.5", ls=":", label="context cut")
+    ax.set(xlabel="position (to each mark from the one before)",
+           ylabel="held out, carried less cut, bits per byte")
+
+
+def draw_bytes(ax, result, found):
+    for i, (name, of) in enumerate(found.items()):
+        for kind, line in (("kda", "-"), ("mla", "--")):
+            if max(of[f"{kind}_bytes"]):
+                ax.loglog(of["lengths"], of[f"{kind}_bytes"], line, base=2,
+                          color=f"C{i}", label=f"{name}, {kind.upper()} layers")
+    ax.set(xlabel="tokens read", ylabel="state of one sequence, bytes")
+
+
+def draw_accepted(ax, result, found):
+    for name, of in found.items():
+        if of:
+            ax.bar(range(1, 1 + len(of["accepted"])), of["accepted"], label=name)
+            ax.axhline(of["accepted_share"], color="0.5", ls="--",
+                       label=f"mean: {of['tokens_per_call']:.2f} tokens a call")
+            ax.axhline(of["on_text"], color="0.5", ls=":", label="after held-out text")
+            ax.set_xticks(range(1, 1 + len(of["accepted"])))
+    ax.set(xlabel="prompt continued greedily", ylabel="drafts accepted, share", ylim=(0, 1))
+
+
+def draw_rounding(ax, result, found):
+    for name, of in found.items():
+        ax.plot(["unrounded experts", "in MXFP4"], [of["unrounded"], of["in_mxfp4"]], "o-",
+                label=name)
+    ax.set(ylabel="held out, bits per byte", xlim=(-0.5, 1.5),
+           xlabel="--qat rounds from the first step on, the report after pre-training")
+
+
+# What --compare draws beside the PANELS.
+EXTRA = {"optimizer": [draw_sweep], "length": [draw_positions, draw_gain, draw_bytes],
+         "mtp": [draw_accepted], "qat": [draw_rounding]}
 
 
 # ---- Fixed scores: the balancing rules alone  [§2.3.3] -------------------------------------------
@@ -1100,9 +1373,9 @@ def accuracy(model, batches):
 
 def train_shapes(args):
     """One run, from drawing to a checkpoint that answers questions about a picture."""
-    if args.data or args.resume or args.compare or args.qk_clip or ranks() > 1:
+    if args.data or args.resume or args.compare or args.qk_clip or args.qat or ranks() > 1:
         raise ValueError("--task shapes draws its data and runs in one go and in one process: no "
-                         "--data, no --resume, no --compare, no --qk-clip, no torchrun")
+                         "--data, no --resume, no --compare, no --qk-clip, no --qat, no torchrun")
     (config, run), out, began = settings(args), Path(args.out), time.perf_counter()
     if not config.vt_num_hidden_layers or config.patch_size != 14:
         raise ValueError("--task shapes needs a vision tower, with patches of 14 pixels")
@@ -1211,12 +1484,14 @@ def main(argv=None):
     add("--resume", action="store_true", help="continue from DIR/state.pt")
     add("--balance", choices=("qb", "qb-exact", "sign", "none"), default="qb")
     add("--gamma", type=float, default=1e-3, metavar="X", help="step of --balance sign")
-    add("--optimizer", choices=("per-head-muon", "muon", "adamw"), default="per-head-muon")
+    add("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0])
     add("--lr", type=float, metavar="X", help="peak learning rate (default: the preset's)")
     add("--qk-clip", type=float, metavar="TAU", help="clip MLA heads whose largest logit passes it")
+    add("--qat", action="store_true", help="compute with routed experts as MXFP4 rounds them, from "
+        "the first step on (the report: after pre-training); the checkpoint holds them so")
     add("--no-cuda-graph", action="store_true", help="launch every kernel by itself")
     add("--set", metavar="KEY=VALUE", action="append", default=[], help="config key; repeatable")
-    add("--compare", metavar="WHAT", help=f"balance, optimizer, {', '.join(SWITCHES)}, or "
+    add("--compare", metavar="WHAT", help=f"{', '.join(COMPARED)}, all, or "
         "KEY=V1,V2: each choice a run in DIR/, a quarter of the preset's steps unless --steps")
     add("--plot", metavar="DIR", help="only draw the figures of DIR/metrics.jsonl again")
     args = ap.parse_args(argv)
@@ -1226,12 +1501,16 @@ def main(argv=None):
         if "" in (args.plot, args.data, args.out):
             raise ValueError("--plot, --data and --out take a path, not an empty word")
         if args.plot:
-            compared = Path(args.plot, "compare.json").exists()
-            print(*(plot_compare if compared else plot)(args.plot))
+            own = any(Path(args.plot, name).exists() for name in ("compare.json", "metrics.jsonl"))
+            below = sorted(path.parent for path in Path(args.plot).glob("*/compare.json"))
+            for folder in below if below and not own else [args.plot]:
+                compared = Path(folder, "compare.json").exists()
+                print(*(plot_compare if compared else plot)(folder))
             return
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             join_ranks("cuda" if args.preset == "gpu" else "cpu")
-        run = train_shapes if args.task == "shapes" else compare if args.compare else train
+        run = (train_shapes if args.task == "shapes" else compare_all if args.compare == "all" else
+               compare if args.compare else train)
         run(args)
     except (ValueError, OSError, torch.OutOfMemoryError) as e:
         if rank() == 0 or isinstance(e, OSError):        # a wrong argument is wrong on every rank
