@@ -390,6 +390,12 @@ def activation(config):
     return lambda gate, up: situ_glu(gate, up, *caps)
 
 
+def twin(name):
+    """The function of kernels.py, which is imported only by those who ask for it."""
+    import kernels
+    return getattr(kernels, name)
+
+
 class Module(nn.Module):
     """nn.Module whose tensors named in `fp32` never fall below fp32 when the model is cast."""
     fp32 = ()
@@ -417,6 +423,7 @@ class Linear(nn.Linear):
 
 class RMSNorm(nn.Module):
     """rms_norm with its weight."""
+    kernel = "plain"
 
     def __init__(self, dim, eps):
         super().__init__()
@@ -549,10 +556,7 @@ class KDA(Module):
         return y
 
     def core(self):
-        if self.kernel == "plain":
-            return kda_recurrent
-        import kernels
-        return kernels.kda_chunk
+        return kda_recurrent if self.kernel == "plain" else twin("kda_chunk")
 
     def init_state(self, B, dtype, device, capacity=None):
         """S and, for q, k and v each, the convolution's last inputs: a size that never grows."""
@@ -812,10 +816,7 @@ class Experts(nn.Module):
         self.w2, self.act = nn.Parameter(torch.empty(n, L, I)), activation(config)
 
     def forward(self, x, experts, weights):
-        run = experts_loop
-        if self.kernel == "fast":
-            import kernels
-            run = kernels.experts_grouped
+        run = experts_loop if self.kernel == "plain" else twin("experts_grouped")
         return run(x, experts, weights, self.w1, self.w3, self.w2, self.act)
 
 
@@ -1350,6 +1351,8 @@ class DecoderLayer(nn.Module):
 
 def mix_depth(blocks, s, proj, norm):
     """attn_res over the stored blocks and the running sum, by a mix's weights.  [§2.2, Eq. 10]"""
+    if norm.kernel == "fast":
+        return twin("attn_res")([*blocks, s], proj.weight[0], norm.weight, norm.eps)
     sources = torch.stack([*blocks, s], -2)                        # Eq. 10
     return attn_res(sources, proj.weight[0], norm.weight, norm.eps)
 
@@ -1618,7 +1621,7 @@ class K3(nn.Module):
             print("note: the chunk path needs log-decay bounded by -5 or more; "
                   "KDA runs token by token", file=sys.stderr)
         for m in self.modules():
-            if isinstance(m, (KDA, MLA, Experts)):
+            if isinstance(m, (KDA, MLA, Experts, RMSNorm)):
                 m.kernel = "plain" if unbounded and isinstance(m, KDA) else value
 
 

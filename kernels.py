@@ -281,20 +281,75 @@ class _KDAChunk(torch.autograd.Function):
         return dq, dk, dv, dg, x.back(dbeta, inputs[4].dtype).squeeze(-1), dS, None
 
 
-# ---- experts
+# ---- Attention Residuals
 
-class _Gather(torch.autograd.Function):
-    """x[index], whose gradient is gathered too, by back [len(x), uses]: no atomics, one order."""
+def attn_res(sources, query, norm_weight, eps):
+    """Softmax attention over depth, by a list of sources [..., D] that are not stacked.  [§2.2]"""
+    acc = torch.promote_types(sources[0].dtype, torch.float32)
+    return _AttnRes.apply(query.to(acc) * norm_weight.to(acc), eps, *sources)
+
+
+class _AttnRes(torch.autograd.Function):
+    """Each source is read twice and, for its gradient, written once; sources stay where they are.
+
+    score = r s.w with r = 1/rms(s), so that ds = p do + a w + b s: a and b are numbers a position.
+    """
 
     @staticmethod
-    def forward(ctx, x, index, back):
-        ctx.save_for_backward(back)
-        return x.index_select(0, index)
+    def forward(ctx, w, eps, *sources):
+        up = [s.to(w.dtype) for s in sources]
+        square = torch.stack([torch.linalg.vector_norm(s, dim=-1) for s in up]).square_()
+        r, dot = (square / len(w) + eps).rsqrt_(), torch.stack([s @ w for s in up])
+        p = (r * dot).softmax(0)
+        ctx.save_for_backward(w, r, dot, p, *sources)
+        y = up[0] * p[0].unsqueeze(-1)
+        for s, share in zip(up[1:], p[1:]):
+            y.addcmul_(s, share.unsqueeze(-1))
+        return y.to(sources[0].dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        w, r, dot, p, *sources = ctx.saved_tensors
+        g, up = dy.to(w.dtype), [s.to(w.dtype) for s in sources]
+        dp = torch.stack([(g * s).sum(-1) for s in up])
+        dscore = p * (dp - (p * dp).sum(0))
+        a = dscore * r
+        b = a * dot * r.square() / -len(w)
+        dw = sum(one.flatten() @ s.flatten(0, -2) for one, s in zip(a, up))
+        p, a, b = (y.unsqueeze(-1) for y in (p, a, b))
+        ds = [(g * p[i]).addcmul_(s, b[i]).addcmul_(a[i], w) for i, s in enumerate(up)]
+        return dw, None, *(d.to(s.dtype) for d, s in zip(ds, sources))
+
+
+# ---- experts
+
+class _Spread(torch.autograd.Function):
+    """x[index]; its gradient sums each row's uses [len(x), n]: no atomics, one order."""
+
+    @staticmethod
+    def forward(ctx, x, index, uses):
+        ctx.save_for_backward(index, uses)
+        return F.embedding(index, x)
 
     @staticmethod
     def backward(ctx, dy):
-        (back,) = ctx.saved_tensors
-        return dy.index_select(0, back.flatten()).unflatten(0, back.shape).sum(1), None, None
+        index, uses = ctx.saved_tensors
+        return _Collect.apply(dy, uses, index), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """The other way round: sums y's rows, uses [m, n], without holding the n apart."""
+
+    @staticmethod
+    def forward(ctx, y, uses, index):
+        ctx.save_for_backward(index, uses)
+        return F.embedding_bag(uses, y.flatten(0, -2), mode="sum")
+
+    @staticmethod
+    def backward(ctx, dy):
+        index, uses = ctx.saved_tensors
+        return _Spread.apply(dy, index, uses), None, None
 
 
 def _situ_glu(gate, up):
@@ -319,28 +374,32 @@ def _mxfp4(packed, scale, slice_=32):
     return new.view(torch.bfloat16)
 
 
-def _blocked(rows, w, ends, size=16):
-    """The grouped product where there is no grouped kernel: each expert's rows are cut into blocks,
-    at most len(rows) / size + E of them, and each block is multiplied by a copy of its matrix."""
+def _blocks(ends, rows, static):
+    """The sorted rows in blocks of one expert each, for a batched product instead of a grouped one.
+
+    ends    (E,)  where each expert's run ends among them
+    static  as many blocks as there may be, so that no shape depends on a number
+    Returns each block's expert, or None where every expert has one; the row at each place
+    (blocks, size); whether it is there: spare places, after a run's end, hold any row.
+    """
     counts = ends.diff(prepend=ends[:1] * 0)
-    blocks = (counts + size - 1) // size
-    first, last = blocks.cumsum(0) - blocks, blocks.cumsum(0)
-    b = torch.arange(len(rows) // size + len(w), device=rows.device)
-    e = torch.searchsorted(last, b, right=True).clamp_max(len(w) - 1)
-    start = (ends - counts)[e] + size * (b - first[e])
-    index = start.unsqueeze(1) + torch.arange(size, device=b.device)
-    spare = index.where(index < ends[e].unsqueeze(1), len(rows))          # one row more than rows
-    y = torch.bmm(rows[spare.clamp_max(len(rows) - 1)], w[e].mT)
-    return rows.new_zeros(len(rows) + 1, w.shape[1]).index_put((spare,), y)[:-1]
+    size = 16 if static else min(int(counts.max()), 3 * rows // (2 * len(ends)) + 1)
+    each = (counts + size - 1) // size
+    n = rows // size + len(ends) if static else int(each.sum())
+    b, last = torch.arange(n, device=ends.device), each.cumsum(0)
+    e = torch.searchsorted(last, b, right=True).clamp_max(len(ends) - 1)
+    first = (ends - counts)[e] + size * (b - (last - each)[e])
+    row = first.unsqueeze(1) + torch.arange(size, device=b.device)
+    one_each = not static and n == len(ends) and bool((each == 1).all())
+    return None if one_each else e, row.clamp_max(rows - 1), row < ends[e].unsqueeze(1)
 
 
-def _product(rows, w, ends):
-    """rows[a:b] @ w[e].T for every expert e, whose rows are those from ends[e - 1] to ends[e]."""
+def _product(rows, w, ends, e):
+    """Each row times the matrix of its expert: sorted rows, or blocks whose experts are e."""
     w = (_mxfp4(*w) if isinstance(w, tuple) else w).to(rows.dtype)
-    if rows.is_cuda:
-        grouped = rows.dtype == torch.bfloat16       # of others it reads the group sizes back
-        return F.grouped_mm(rows, w.mT, offs=ends) if grouped else _blocked(rows, w, ends)
-    return torch.cat([r @ m.mT for r, m in zip(rows.tensor_split(ends[:-1].long()), w.unbind())])
+    if rows.dim() == 2:
+        return F.grouped_mm(rows, w.mT, offs=ends)
+    return torch.bmm(rows, (w if e is None else w[e]).mT)
 
 
 def experts_grouped(x, experts, weights, w1, w3, w2, act=None):
@@ -359,11 +418,17 @@ def experts_grouped(x, experts, weights, w1, w3, w2, act=None):
     if m == 0:
         return x.clone()
     chosen, order = experts.flatten().sort(stable=True)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(m * k, device=x.device))
     E = len(w1[0] if isinstance(w1, tuple) else w1)
     ends = torch.searchsorted(chosen, torch.arange(E, device=x.device), right=True, out_int32=True)
-    rows = _Gather.apply(x, order // k, place.view(m, k))
-    share = _Gather.apply(weights.flatten(), order, place.view(-1, 1)).unsqueeze(-1)
-    h = (act or _situ_glu)(_product(rows, w1, ends), _product(rows, w3, ends))
-    y = _product((h * share).to(x.dtype), w2, ends)
-    return _Gather.apply(y, place, order.view(-1, 1)).unflatten(0, (m, k)).sum(1)
+    if x.is_cuda and x.dtype == torch.bfloat16:      # of others grouped_mm reads the sizes back
+        e, slot, there = None, order, torch.ones_like(order, dtype=torch.bool)
+    else:
+        e, row, there = _blocks(ends, m * k, static=x.is_cuda)
+        slot = order[row]
+    at = torch.arange(slot.numel(), device=x.device)
+    place = at.new_empty(m * k + 1).scatter_(0, slot.where(there, m * k).flatten(), at)[:-1]
+    rows = _Spread.apply(x, slot // k, place.view(m, k))
+    share = _Spread.apply(weights.view(-1, 1), slot, place.view(-1, 1)) * there.unsqueeze(-1)
+    h = (act or _situ_glu)(_product(rows, w1, ends, e), _product(rows, w3, ends, e))
+    y = _product((h * share).to(x.dtype), w2, ends, e)
+    return _Collect.apply(y, place.view(m, k), slot // k)

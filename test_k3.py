@@ -775,16 +775,36 @@ def test_chunk_on_a_gpu(kind):
     assert max(e := compare([x.float() for x in inputs])) < 1e-5, e
 
 
-def test_blocked_product_is_the_grouped_one():
-    """What a GPU does in fp32: rows cut into blocks of one expert each, idle and full experts included."""
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("ends", [[0, 33, 33, 49, 70], [14, 28, 41, 56, 70]])
+def test_product_by_blocks(static, ends):
+    """Rows cut into blocks of one expert each, idle and full experts included; static: as a GPU does in fp32."""
     rows, w = torch.randn(70, 12, dtype=torch.float64), torch.randn(5, 9, 12, dtype=torch.float64)
-    ends = torch.tensor([0, 33, 33, 49, 70], dtype=torch.int32)
+    ends = torch.tensor(ends, dtype=torch.int32)
+    e, row, there = kernels._blocks(ends, 70, static)
+    blocked = lambda rows, w: kernels._product(rows[row], w, ends, e)[there]
+    loop = lambda rows, w: torch.cat([r @ m.mT for r, m in zip(rows.tensor_split(ends[:-1].long()), w)])
+    same_map(blocked, loop, rows, w)
+    assert static or row.numel() < 1.5 * 70 + 16
+
+
+def same_map(fast, plain, *inputs, accept=1e-13):
+    """Values and the gradients of all inputs agree in float64."""
     results = []
-    for fn in (kernels._blocked, kernels._product):
-        leaves = [rows.clone().requires_grad_(), w.clone().requires_grad_()]
-        y = fn(*leaves, ends)
-        results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
-    assert max(rel(a, b) for a, b in zip(*results)) < 1e-14
+    for fn in (fast, plain):
+        leaves = [x.double().clone().requires_grad_() for x in inputs]
+        y = fn(*leaves)
+        results.append([y, *torch.autograd.grad(y, leaves, torch.sin(torch.arange(y.numel()).double()).view_as(y))])
+    assert max(e := [rel(a, b) for a, b in zip(*results)]) < accept, e
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_attn_res_of_a_list(n):
+    """Sources of unlike sizes, one so small that eps decides."""
+    sources = [draw(2, 7, 24) * size for size in (1e-3, 1, 30, 0.3, 3)[:n]]
+    listed = lambda query, norm, *s: kernels.attn_res(s, query, norm, 1e-5)
+    stacked = lambda query, norm, *s: k3.attn_res(torch.stack(s, -2), query, norm, 1e-5)
+    same_map(listed, stacked, draw(24), draw(24), *sources)
 
 
 # ---- §2.4 vision
