@@ -59,6 +59,7 @@ PRESETS = {     # what `model` leaves out is K3Config.tiny's
 FLOOR = 0.1           # the cosine ends at this share of the peak learning rate
 HELD_OUT = 20         # every 20th file, or the last 20th of a text, is for validation
 ADAMW_SIZE = 0.2      # usual RMS of AdamW's updates, to which Muon's are scaled
+CACHED = 2 ** 18      # numbers (1 MB) that stay in a CPU's cache from one product to the next
 
 # ---- Data: bytes are tokens, with the ids that save_byte_tokenizer's encoding gives them ---------
 
@@ -176,13 +177,17 @@ def newton_schulz(G, steps=5, dtype=None):
     Each has its own norm, so that the result does not depend on its scale; zero gives zero.
     dtype  of the iteration; None: G's
     """
+    if G.ndim == 3 and G.device.type == "cpu" and len(G) > (few := CACHED // G[0].numel() + 1):
+        return torch.cat([newton_schulz(part, steps, dtype) for part in G.split(few)])
     X = G / G.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(G.dtype).tiny)
     X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1)       # below 1 only where G is zero
     tall = G.shape[-2] > G.shape[-1]
     X = (X.mT if tall else X).to(dtype or G.dtype)
-    for _ in range(steps):
+    shape, X = X.shape, X.reshape(-1, *X.shape[-2:])
+    for _ in range(steps):             # 3.4445 X + (-4.7750 A + 2.0315 A A) X, sums in the products
         A = X @ X.mT
-        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
+        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315), X, beta=3.4445)
+    X = X.view(shape)
     return (X.mT if tall else X).to(G.dtype)
 
 
