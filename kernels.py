@@ -281,7 +281,118 @@ class _KDAChunk(torch.autograd.Function):
         return dq, dk, dv, dg, x.back(dbeta, inputs[4].dtype).squeeze(-1), dS, None
 
 
-# ---- Attention Residuals
+# ---- Norms, convolution, SiTU-GLU, Attention Residuals: few passes, gradients written out
+
+def rms_norm(x, weight, eps):
+    """x / rms(x) over the last axis, times weight; eps is added to the mean square."""
+    return _Norm.apply(x, weight, x.shape[-1], eps)
+
+
+def l2_norm(x, eps=1e-6):
+    """x / |x| over the last axis; eps is added to the square of the length."""
+    return _Norm.apply(x, None, 1, eps)
+
+
+class _Norm(torch.autograd.Function):
+    """y = x r w with r = (|x|^2 / n + eps)^-1/2, so that dx = r (w dy - x r^2 (w dy).x / n)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, n, eps):
+        up = x.to(torch.promote_types(x.dtype, torch.float32))
+        r = torch.linalg.vector_norm(up, dim=-1, keepdim=True).square_().div_(n).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        ctx.n, y = n, (up * r).to(x.dtype)
+        return y if weight is None else y.mul_(weight.to(x.dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, weight, r = ctx.saved_tensors
+        up, dy, dw = x.to(r.dtype), dy.to(r.dtype), None
+        each = dy * up
+        if weight is None:
+            along = each.sum(-1, keepdim=True)
+        else:
+            w = weight.to(r.dtype)
+            along, dy = (each @ w).unsqueeze(-1), dy * w
+            dw = (r.flatten() @ each.flatten(0, -2)).to(weight.dtype)
+        dx = dy.addcmul(up, along * r.square() / -ctx.n).mul_(r)
+        return dx.to(x.dtype), dw, None, None
+
+
+def short_conv(x, weight, tail=None):
+    """Causal depthwise convolution over time, then SiLU.  [§2.1.1]
+
+    x (B, T, C), weight (C, 1, W), tail (B, W - 1, C): what stood before x; None means zeros.
+    Returns the activations in x's dtype, and the tail for what follows.
+    """
+    W, T = weight.shape[-1], x.shape[1]
+    x = F.pad(x, (0, 0, W - 1, 0)) if tail is None else torch.cat([tail, x], 1)
+    return _ShortConv.apply(x, weight.flatten(1).t()), x[:, T:]
+
+
+class _ShortConv(torch.autograd.Function):
+    """taps (W, C) over x (B, W - 1 + T, C)."""
+
+    @staticmethod
+    def forward(ctx, x, taps):
+        acc, T = torch.promote_types(x.dtype, torch.float32), x.shape[1] - len(taps) + 1
+        up, taps = x.to(acc), taps.to(acc).contiguous()
+        y = up[:, :T] * taps[0]
+        for j in range(1, len(taps)):
+            y.addcmul_(up[:, j:j + T], taps[j])
+        ctx.save_for_backward(x, taps, y)
+        return F.silu(y).to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, taps, y = ctx.saved_tensors
+        T, up, dx = y.shape[1], x.to(y.dtype), torch.zeros(x.shape, dtype=y.dtype, device=y.device)
+        g, dtaps = torch.ops.aten.silu_backward(dy.to(y.dtype), y), torch.empty_like(taps)
+        for j, tap in enumerate(taps):
+            dx[:, j:j + T].addcmul_(g, tap)
+            torch.sum(up[:, j:j + T] * g, (0, 1), out=dtaps[j])
+        return dx.to(x.dtype), dtaps
+
+
+def situ_glu(gate, up, gate_cap=4.0, up_cap=25.0):
+    """gate_cap tanh(gate / gate_cap) sigmoid(gate) up_cap tanh(up / up_cap).  [§2.3.2, Eq. 12]"""
+    return _SituGLU.apply(gate, up, gate_cap, up_cap)
+
+
+def tanh_(x):
+    """In place. PyTorch's own takes twice as long on a CPU."""
+    if x.is_cuda:
+        return x.tanh_()
+    e = x.mul_(2).clamp_(max=40).expm1_()          # tanh(20) is 1; above 44 the quotient is inf/inf
+    return e.div_(e + 2)
+
+
+class _SituGLU(torch.autograd.Function):
+    """silu tanh(up / up_cap), both caps apart; the slope of silu is made while its parts are there.
+    """
+
+    @staticmethod
+    def forward(ctx, gate, up, gate_cap, up_cap):
+        acc = torch.promote_types(gate.dtype, torch.float32)
+        s, t, u = gate.to(acc).sigmoid(), tanh_(gate.to(acc) / gate_cap), tanh_(up.to(acc) / up_cap)
+        slope = torch.ops.aten.tanh_backward(s, t)                     # s (1 - t^2)
+        slope.add_(torch.ops.aten.sigmoid_backward(t, s), alpha=gate_cap)      # t s (1 - s)
+        silu = s.mul_(t)
+        ctx.save_for_backward(silu, slope, u)
+        ctx.caps, ctx.dtype = (gate_cap, up_cap), gate.dtype
+        return (silu * u).mul_(gate_cap * up_cap).to(gate.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        (silu, slope, u), (gate_cap, up_cap) = ctx.saved_tensors, ctx.caps
+        dy = dy.to(u.dtype)
+        dup = torch.ops.aten.tanh_backward(dy * silu, u).mul_(gate_cap)
+        dgate = (dy * u).mul_(slope).mul_(up_cap)
+        return dgate.to(ctx.dtype), dup.to(ctx.dtype), None, None
+
 
 def attn_res(sources, query, norm_weight, eps):
     """Softmax attention over depth, by a list of sources [..., D] that are not stacked.  [§2.2]"""
@@ -350,11 +461,6 @@ class _Collect(torch.autograd.Function):
     def backward(ctx, dy):
         index, uses = ctx.saved_tensors
         return _Spread.apply(dy, index, uses), None, None
-
-
-def _situ_glu(gate, up):
-    gate, up = (y.to(torch.promote_types(y.dtype, torch.float32)) for y in (gate, up))
-    return 4 * torch.tanh(gate / 4) * torch.sigmoid(gate) * (25 * torch.tanh(up / 25))
 
 
 def _mxfp4(packed, scale, slice_=32):
@@ -429,6 +535,6 @@ def experts_grouped(x, experts, weights, w1, w3, w2, act=None):
     place = at.new_empty(m * k + 1).scatter_(0, slot.where(there, m * k).flatten(), at)[:-1]
     rows = _Spread.apply(x, slot // k, place.view(m, k))
     share = _Spread.apply(weights.view(-1, 1), slot, place.view(-1, 1)) * there.unsqueeze(-1)
-    h = (act or _situ_glu)(_product(rows, w1, ends, e), _product(rows, w3, ends, e))
+    h = (act or situ_glu)(_product(rows, w1, ends, e), _product(rows, w3, ends, e))
     y = _product((h * share).to(x.dtype), w2, ends, e)
     return _Collect.apply(y, place.view(m, k), slot // k)

@@ -789,13 +789,30 @@ def test_product_by_blocks(static, ends):
 
 
 def same_map(fast, plain, *inputs, accept=1e-13):
-    """Values and the gradients of all inputs agree in float64."""
-    results = []
-    for fn in (fast, plain):
-        leaves = [x.double().clone().requires_grad_() for x in inputs]
-        y = fn(*leaves)
-        results.append([y, *torch.autograd.grad(y, leaves, torch.sin(torch.arange(y.numel()).double()).view_as(y))])
-    assert max(e := [rel(a, b) for a, b in zip(*results)]) < accept, e
+    """Values and the gradients of all inputs agree in float64, and up to rounding, dtypes too, in bfloat16."""
+    for dtype, accept in ((torch.float64, accept), (torch.bfloat16, 1e-2)):
+        results = []
+        for fn in (fast, plain):
+            leaves = [x.to(dtype).clone().requires_grad_() for x in inputs]
+            y = fn(*leaves)
+            dy = torch.sin(torch.arange(y.numel())).view_as(y).to(y.dtype)
+            results.append([y, *torch.autograd.grad(y, leaves, dy)])
+        assert max(e := [rel(a, b) for a, b in zip(*results)]) < accept, (dtype, e)
+        assert [a.dtype for a in results[0]] == [b.dtype for b in results[1]]
+
+
+def test_norms_convolution_and_situ_are_their_definitions():
+    """Values and gradients: vectors so short that eps decides, a convolution that continues, pre-activations far out."""
+    x, w = draw(2, 9, 3, 24) * torch.logspace(-4, 2, 9, dtype=torch.float64).view(9, 1, 1), draw(24)
+    same_map(lambda x, w: kernels.rms_norm(x, w, 1e-5), lambda x, w: k3.rms_norm(x, w, 1e-5), x, w)
+    same_map(kernels.l2_norm, k3.l2_norm, x)
+    for start in ([], [draw(2, 3, 24, seed=1)]):
+        same_map(*(lambda x, w, *tail, f=f: torch.cat(f(x, w, *tail), 1) for f in (kernels.short_conv, k3.short_conv)),
+                 draw(2, 9, 24), draw(24, 1, 4), *start)
+    gate, up = torch.meshgrid(*2 * [torch.tensor([0, 1e-9, 0.1, -1, 4, -30, 300]).double()], indexing="ij")
+    for caps in ((4.0, 25.0), (1.0, 0.5)):
+        same_map(lambda a, b: kernels.situ_glu(a, b, *caps), lambda a, b: k3.situ_glu(a, b, *caps), gate, up)
+        same_map(lambda a, b: kernels.situ_glu(a, b, *caps), lambda a, b: k3.situ_glu(a, b, *caps), gate * 1e-6, up * 1e-6)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
