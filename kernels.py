@@ -361,11 +361,11 @@ def situ_glu(gate, up, gate_cap=4.0, up_cap=25.0):
     return _SituGLU.apply(gate, up, gate_cap, up_cap)
 
 
-def tanh_(x):
-    """In place. PyTorch's own takes twice as long on a CPU."""
+def squash(x, cap):
+    """tanh(x / cap), on a CPU by expm1, which takes half as long there."""
     if x.is_cuda:
-        return x.tanh_()
-    e = x.mul_(2).clamp_(max=40).expm1_()          # tanh(20) is 1; above 44 the quotient is inf/inf
+        return torch.tanh(x / cap)
+    e = (x * (2 / cap)).clamp_(max=40).expm1_()    # tanh(20) is 1; above 44 the quotient is inf/inf
     return e.div_(e + 2)
 
 
@@ -376,13 +376,14 @@ class _SituGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up, gate_cap, up_cap):
         acc = torch.promote_types(gate.dtype, torch.float32)
-        s, t, u = gate.to(acc).sigmoid(), tanh_(gate.to(acc) / gate_cap), tanh_(up.to(acc) / up_cap)
+        gate, up, ctx.dtype = gate.to(acc), up.to(acc), gate.dtype
+        s, t, u = gate.sigmoid(), squash(gate, gate_cap), squash(up, up_cap)
         slope = torch.ops.aten.tanh_backward(s, t)                     # s (1 - t^2)
         slope.add_(torch.ops.aten.sigmoid_backward(t, s), alpha=gate_cap)      # t s (1 - s)
         silu = s.mul_(t)
         ctx.save_for_backward(silu, slope, u)
-        ctx.caps, ctx.dtype = (gate_cap, up_cap), gate.dtype
-        return (silu * u).mul_(gate_cap * up_cap).to(gate.dtype)
+        ctx.caps = gate_cap, up_cap
+        return (silu * u).mul_(gate_cap * up_cap).to(ctx.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
