@@ -316,7 +316,7 @@ class _Norm(torch.autograd.Function):
             w = weight.to(r.dtype)
             along, dy = (each @ w).unsqueeze(-1), dy * w
             dw = (r.flatten() @ each.flatten(0, -2)).to(weight.dtype)
-        dx = dy.addcmul(up, along * r.square() / -ctx.n).mul_(r)
+        dx = torch.addcmul(dy, up, along * r.square() / -ctx.n, out=each).mul_(r)
         return dx.to(x.dtype), dw, None, None
 
 
@@ -365,8 +365,8 @@ def squash(x, cap):
     """tanh(x / cap), on a CPU by expm1, which takes half as long there."""
     if x.is_cuda:
         return torch.tanh(x / cap)
-    e = (x * (2 / cap)).clamp_(max=40).expm1_()    # tanh(20) is 1; above 44 the quotient is inf/inf
-    return e.div_(e + 2)
+    e = (x * (2 / cap)).expm1_()
+    return e.reciprocal_().add_(0.5).reciprocal_().mul_(0.5)       # e / (e + 2), e = inf included
 
 
 class _SituGLU(torch.autograd.Function):
@@ -390,7 +390,8 @@ class _SituGLU(torch.autograd.Function):
     def backward(ctx, dy):
         (silu, slope, u), (gate_cap, up_cap) = ctx.saved_tensors, ctx.caps
         dy = dy.to(u.dtype)
-        dup = torch.ops.aten.tanh_backward(dy * silu, u).mul_(gate_cap)
+        dup = dy * silu
+        torch.ops.aten.tanh_backward(dup, u, grad_input=dup).mul_(gate_cap)
         dgate = (dy * u).mul_(slope).mul_(up_cap)
         return dgate.to(ctx.dtype), dup.to(ctx.dtype), None, None
 
