@@ -382,12 +382,19 @@ def swiglu(gate, up):
     return (F.silu(f32(gate)) * f32(up)).to(gate.dtype)
 
 
-def activation(config):
+def twin(name):
+    """The function of kernels.py, which is imported only by those who ask for it."""
+    import kernels
+    return getattr(kernels, name)
+
+
+def activation(config, kernel="plain"):
     """The config's GLU as a function of (gate, up)."""
     if config.hidden_act == "silu":
         return swiglu
+    glu = situ_glu if kernel == "plain" else twin("situ_glu")
     caps = config.activation_situ_beta, config.activation_situ_linear_beta
-    return lambda gate, up: situ_glu(gate, up, *caps)
+    return lambda gate, up: glu(gate, up, *caps)
 
 
 class Module(nn.Module):
@@ -417,13 +424,15 @@ class Linear(nn.Linear):
 
 class RMSNorm(nn.Module):
     """rms_norm with its weight."""
+    kernel = "plain"
 
     def __init__(self, dim, eps):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
 
     def forward(self, x):
-        return rms_norm(x, self.weight, self.eps)
+        norm = rms_norm if self.kernel == "plain" else twin("rms_norm")
+        return norm(x, self.weight, self.eps)
 
 
 class MLP(nn.Module):
@@ -530,12 +539,13 @@ class KDA(Module):
         z = self.heads(self.f_b_proj(self.f_a_proj(x)))
         g = kda_log_decay(z, self.A_log, self.dt_bias, self.g_min)
         beta = torch.sigmoid(f32(self.b_proj(x)))
-        o, S = self.core()(l2_norm(q), l2_norm(k), v, g, beta, state and state["S"])
+        unit = l2_norm if self.kernel == "plain" else twin("l2_norm")
+        o, S = self.core()(unit(q), unit(k), v, g, beta, state and state["S"])
         if state is not None:
             state["S"] = S
         gate = self.g_proj(x) if hasattr(self, "g_proj") else self.g_b_proj(self.g_a_proj(x))
         gate = torch.sigmoid(f32(self.heads(gate)))
-        o = rms_norm(f32(o), self.o_norm.weight, self.o_norm.eps) * gate   # Eq. 6
+        o = self.o_norm(f32(o)) * gate                                     # Eq. 6
         return self.o_proj(o.flatten(2).to(x.dtype))
 
     def heads(self, y):
@@ -543,16 +553,14 @@ class KDA(Module):
 
     def conv(self, name, x, state):
         proj, conv = getattr(self, f"{name}_proj"), getattr(self, f"{name}_conv1d")
-        y, tail = short_conv(proj(x), conv.weight, state and state[f"conv_{name}"])
+        convolve = short_conv if self.kernel == "plain" else twin("short_conv")
+        y, tail = convolve(proj(x), conv.weight, state and state[f"conv_{name}"])
         if state is not None:
             state[f"conv_{name}"] = tail
         return y
 
     def core(self):
-        if self.kernel == "plain":
-            return kda_recurrent
-        import kernels
-        return kernels.kda_chunk
+        return kda_recurrent if self.kernel == "plain" else twin("kda_chunk")
 
     def init_state(self, B, dtype, device, capacity=None):
         """S and, for q, k and v each, the convolution's last inputs: a size that never grows."""
@@ -631,7 +639,10 @@ def mla_fused(q, latent, W, v_dim, past=None):
     T, S = q.shape[2], k.shape[2]
     whole = past is None and T == S
     mask = None if whole else seen(T, S, past, q.device)
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=whole).transpose(1, 2)
+    if not v.is_cuda:                  # where only values as wide as the keys take the fused way
+        v = F.pad(v, (0, max(0, k.shape[-1] - v_dim)))
+    o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=whole)
+    return o[..., :v_dim].transpose(1, 2)
 
 
 class MLA(Module):
@@ -815,10 +826,8 @@ class Experts(nn.Module):
         self.w2, self.act = nn.Parameter(torch.empty(n, L, I)), activation(config)
 
     def forward(self, x, experts, weights):
-        run, matrices = experts_loop, (self.w1, self.w3, self.w2)
-        if self.kernel == "fast":
-            import kernels
-            run = kernels.experts_grouped
+        run = experts_loop if self.kernel == "plain" else twin("experts_grouped")
+        matrices = self.w1, self.w3, self.w2
         if self.rounded:
             matrices = map(mxfp4_round, matrices)
         return run(x, experts, weights, *matrices, self.act)
@@ -1355,6 +1364,8 @@ class DecoderLayer(nn.Module):
 
 def mix_depth(blocks, s, proj, norm):
     """attn_res over the stored blocks and the running sum, by a mix's weights.  [§2.2, Eq. 10]"""
+    if norm.kernel == "fast":
+        return twin("attn_res")([*blocks, s], proj.weight[0], norm.weight, norm.eps)
     sources = torch.stack([*blocks, s], -2)                        # Eq. 10
     return attn_res(sources, proj.weight[0], norm.weight, norm.eps)
 
@@ -1623,7 +1634,9 @@ class K3(nn.Module):
             print("note: the chunk path needs log-decay bounded by -5 or more; "
                   "KDA runs token by token", file=sys.stderr)
         for m in self.modules():
-            if isinstance(m, (KDA, MLA, Experts)):
+            if isinstance(m, (MLP, Experts)):
+                m.act = activation(self.config, value)
+            if isinstance(m, (KDA, MLA, Experts, RMSNorm)):
                 m.kernel = "plain" if unbounded and isinstance(m, KDA) else value
 
 

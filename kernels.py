@@ -303,25 +303,193 @@ class _KDAChunk(torch.autograd.Function):
         return dq, dk, dv, dg, dbeta, dS.view(*x.shape[1:], *dS.shape[1:]), None
 
 
+# ---- Norms, convolution, SiTU-GLU, Attention Residuals: few passes, gradients written out
+
+def rms_norm(x, weight, eps):
+    """x / rms(x) over the last axis, times weight; eps is added to the mean square."""
+    if x.is_cuda:
+        return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)       # one pass each way
+    return _Norm.apply(x, weight, x.shape[-1], eps)
+
+
+def l2_norm(x, eps=1e-6):
+    """x / |x| over the last axis; eps is added to the square of the length."""
+    d = x.shape[-1]
+    if x.is_cuda:
+        return F.rms_norm(x, (d,), eps=eps / d) * d**-0.5
+    return _Norm.apply(x, None, 1, eps)
+
+
+class _Norm(torch.autograd.Function):
+    """y = x r w with r = (|x|^2 / n + eps)^-1/2, so that dx = r (w dy - x r^2 (w dy).x / n)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, n, eps):
+        up = x.to(torch.promote_types(x.dtype, torch.float32))
+        r = torch.linalg.vector_norm(up, dim=-1, keepdim=True).square_().div_(n).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        ctx.n, y = n, (up * r).to(x.dtype)
+        return y if weight is None else y.mul_(weight.to(x.dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, weight, r = ctx.saved_tensors
+        up, dy, dw = x.to(r.dtype), dy.to(r.dtype), None
+        each = dy * up
+        if weight is None:
+            along = each.sum(-1, keepdim=True)
+        else:
+            w = weight.to(r.dtype)
+            along, dy = (each @ w).unsqueeze(-1), dy * w
+            dw = (r.flatten() @ each.flatten(0, -2)).to(weight.dtype)
+        dx = torch.addcmul(dy, up, along * r.square() / -ctx.n, out=each).mul_(r)
+        return dx.to(x.dtype), dw, None, None
+
+
+def short_conv(x, weight, tail=None):
+    """Causal depthwise convolution over time, then SiLU.  [§2.1.1]
+
+    x (B, T, C), weight (C, 1, W), tail (B, W - 1, C): what stood before x; None means zeros.
+    Returns the activations in x's dtype, and the tail for what follows.
+    """
+    W, T = weight.shape[-1], x.shape[1]
+    x = F.pad(x, (0, 0, W - 1, 0)) if tail is None else torch.cat([tail, x], 1)
+    return _ShortConv.apply(x, weight.flatten(1).t()), x[:, T:]
+
+
+class _ShortConv(torch.autograd.Function):
+    """taps (W, C) over x (B, W - 1 + T, C)."""
+
+    @staticmethod
+    def forward(ctx, x, taps):
+        acc, T = torch.promote_types(x.dtype, torch.float32), x.shape[1] - len(taps) + 1
+        up, taps = x.to(acc), taps.to(acc).contiguous()
+        y = up[:, :T] * taps[0]
+        for j in range(1, len(taps)):
+            y.addcmul_(up[:, j:j + T], taps[j])
+        ctx.save_for_backward(x, taps, y)
+        return F.silu(y).to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, taps, y = ctx.saved_tensors
+        T, up, dx = y.shape[1], x.to(y.dtype), torch.zeros(x.shape, dtype=y.dtype, device=y.device)
+        g, dtaps = torch.ops.aten.silu_backward(dy.to(y.dtype), y), torch.empty_like(taps)
+        for j, tap in enumerate(taps):
+            dx[:, j:j + T].addcmul_(g, tap)
+            torch.sum(up[:, j:j + T] * g, (0, 1), out=dtaps[j])
+        return dx.to(x.dtype), dtaps
+
+
+def situ_glu(gate, up, gate_cap=4.0, up_cap=25.0):
+    """gate_cap tanh(gate / gate_cap) sigmoid(gate) up_cap tanh(up / up_cap).  [§2.3.2, Eq. 12]"""
+    return _SituGLU.apply(gate, up, gate_cap, up_cap)
+
+
+def squash(x, cap):
+    """tanh(x / cap), on a CPU by expm1, which takes half as long there."""
+    if x.is_cuda:
+        return torch.tanh(x / cap)
+    e = (x * (2 / cap)).expm1_()
+    return e.reciprocal_().add_(0.5).reciprocal_().mul_(0.5)       # e / (e + 2), e = inf included
+
+
+class _SituGLU(torch.autograd.Function):
+    """silu tanh(up / up_cap), both caps apart; the slope of silu is made while its parts are there.
+    """
+
+    @staticmethod
+    def forward(ctx, gate, up, gate_cap, up_cap):
+        acc = torch.promote_types(gate.dtype, torch.float32)
+        gate, up, ctx.dtype = gate.to(acc), up.to(acc), gate.dtype
+        s, t, u = gate.sigmoid(), squash(gate, gate_cap), squash(up, up_cap)
+        slope = torch.ops.aten.tanh_backward(s, t)                     # s (1 - t^2)
+        slope.add_(torch.ops.aten.sigmoid_backward(t, s), alpha=gate_cap)      # t s (1 - s)
+        silu = s.mul_(t)
+        ctx.save_for_backward(silu, slope, u)
+        ctx.caps = gate_cap, up_cap
+        return (silu * u).mul_(gate_cap * up_cap).to(ctx.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        (silu, slope, u), (gate_cap, up_cap) = ctx.saved_tensors, ctx.caps
+        dy = dy.to(u.dtype)
+        dup = dy * silu
+        torch.ops.aten.tanh_backward(dup, u, grad_input=dup).mul_(gate_cap)
+        dgate = (dy * u).mul_(slope).mul_(up_cap)
+        return dgate.to(ctx.dtype), dup.to(ctx.dtype), None, None
+
+
+def attn_res(sources, query, norm_weight, eps):
+    """Softmax attention over depth, by a list of sources [..., D] that are not stacked.  [§2.2]"""
+    acc = torch.promote_types(sources[0].dtype, torch.float32)
+    return _AttnRes.apply(query.to(acc) * norm_weight.to(acc), eps, *sources)
+
+
+class _AttnRes(torch.autograd.Function):
+    """Each source is read twice and, for its gradient, written once; sources stay where they are.
+
+    score = r s.w with r = 1/rms(s), so that ds = p do + a w + b s: a and b are numbers a position.
+    """
+
+    @staticmethod
+    def forward(ctx, w, eps, *sources):
+        up = [s.to(w.dtype) for s in sources]
+        square = torch.stack([torch.linalg.vector_norm(s, dim=-1) for s in up]).square_()
+        r, dot = (square / len(w) + eps).rsqrt_(), torch.stack([s @ w for s in up])
+        p = (r * dot).softmax(0)
+        ctx.save_for_backward(w, r, dot, p, *sources)
+        y = up[0] * p[0].unsqueeze(-1)
+        for s, share in zip(up[1:], p[1:]):
+            y.addcmul_(s, share.unsqueeze(-1))
+        return y.to(sources[0].dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        w, r, dot, p, *sources = ctx.saved_tensors
+        g, up = dy.to(w.dtype), [s.to(w.dtype) for s in sources]
+        dp = torch.stack([(g * s).sum(-1) for s in up])
+        dscore = p * (dp - (p * dp).sum(0))
+        a = dscore * r
+        b = a * dot * r.square() / -len(w)
+        dw = sum(one.flatten() @ s.flatten(0, -2) for one, s in zip(a, up))
+        p, a, b = (y.unsqueeze(-1) for y in (p, a, b))
+        ds = [(g * p[i]).addcmul_(s, b[i]).addcmul_(a[i], w) for i, s in enumerate(up)]
+        return dw, None, *(d.to(s.dtype) for d, s in zip(ds, sources))
+
+
 # ---- experts
 
 class _Gather(torch.autograd.Function):
-    """x[index], whose gradient is gathered too, by back [len(x), uses]: no atomics, one order."""
+    """x[index]; its gradient sums each row's uses [len(x), n]: no atomics, one order."""
 
     @staticmethod
-    def forward(ctx, x, index, back):
-        ctx.save_for_backward(back)
-        return x.index_select(0, index)
+    def forward(ctx, x, index, uses):
+        ctx.save_for_backward(index, uses)
+        return F.embedding(index, x)
 
     @staticmethod
     def backward(ctx, dy):
-        (back,) = ctx.saved_tensors
-        return dy.index_select(0, back.flatten()).unflatten(0, back.shape).sum(1), None, None
+        index, uses = ctx.saved_tensors
+        return _Collect.apply(dy, uses, index), None, None
 
 
-def _situ_glu(gate, up):
-    gate, up = (y.to(torch.promote_types(y.dtype, torch.float32)) for y in (gate, up))
-    return 4 * torch.tanh(gate / 4) * torch.sigmoid(gate) * (25 * torch.tanh(up / 25))
+class _Collect(torch.autograd.Function):
+    """The other way round: sums y's rows, uses [m, n], without holding the n apart."""
+
+    @staticmethod
+    def forward(ctx, y, uses, index):
+        ctx.save_for_backward(index, uses)
+        return F.embedding_bag(uses, y.flatten(0, -2), mode="sum")
+
+    @staticmethod
+    def backward(ctx, dy):
+        index, uses = ctx.saved_tensors
+        return _Gather.apply(dy, index, uses), None, None
 
 
 def _mxfp4(packed, scale, slice_=32):
@@ -341,28 +509,32 @@ def _mxfp4(packed, scale, slice_=32):
     return new.view(torch.bfloat16)
 
 
-def _blocked(rows, w, ends, size=16):
-    """The grouped product where there is no grouped kernel: each expert's rows are cut into blocks,
-    at most len(rows) / size + E of them, and each block is multiplied by a copy of its matrix."""
+def _blocks(ends, rows, static):
+    """The sorted rows in blocks of one expert each, for a batched product instead of a grouped one.
+
+    ends    (E,)  where each expert's run ends among them
+    static  as many blocks as there may be, so that no shape depends on a number
+    Returns each block's expert, or None where every expert has one; the row at each place
+    (blocks, size); whether it is there: spare places, after a run's end, hold any row.
+    """
     counts = ends.diff(prepend=ends[:1] * 0)
-    blocks = (counts + size - 1) // size
-    first, last = blocks.cumsum(0) - blocks, blocks.cumsum(0)
-    b = torch.arange(len(rows) // size + len(w), device=rows.device)
-    e = torch.searchsorted(last, b, right=True).clamp_max(len(w) - 1)
-    start = (ends - counts)[e] + size * (b - first[e])
-    index = start.unsqueeze(1) + torch.arange(size, device=b.device)
-    spare = index.where(index < ends[e].unsqueeze(1), len(rows))          # one row more than rows
-    y = torch.bmm(rows[spare.clamp_max(len(rows) - 1)], w[e].mT)
-    return rows.new_zeros(len(rows) + 1, w.shape[1]).index_put((spare,), y)[:-1]
+    size = 16 if static else min(int(counts.max()), 3 * rows // (2 * len(ends)) + 1)
+    each = (counts + size - 1) // size
+    n = rows // size + len(ends) if static else int(each.sum())
+    b, last = torch.arange(n, device=ends.device), each.cumsum(0)
+    e = torch.searchsorted(last, b, right=True).clamp_max(len(ends) - 1)
+    first = (ends - counts)[e] + size * (b - (last - each)[e])
+    row = first.unsqueeze(1) + torch.arange(size, device=b.device)
+    one_each = not static and n == len(ends) and bool((each == 1).all())
+    return None if one_each else e, row.clamp_max(rows - 1), row < ends[e].unsqueeze(1)
 
 
-def _product(rows, w, ends):
-    """rows[a:b] @ w[e].T for every expert e, whose rows are those from ends[e - 1] to ends[e]."""
+def _product(rows, w, ends, e):
+    """Each row times the matrix of its expert: sorted rows, or blocks whose experts are e."""
     w = (w if torch.is_tensor(w) else _mxfp4(*w)).to(rows.dtype)
-    if rows.is_cuda:
-        grouped = rows.dtype == torch.bfloat16       # of others it reads the group sizes back
-        return F.grouped_mm(rows, w.mT, offs=ends) if grouped else _blocked(rows, w, ends)
-    return torch.cat([r @ m.mT for r, m in zip(rows.tensor_split(ends[:-1].long()), w.unbind())])
+    if rows.dim() == 2:
+        return F.grouped_mm(rows, w.mT, offs=ends)
+    return torch.bmm(rows, (w if e is None else w[e]).mT)
 
 
 def experts_grouped(x, experts, weights, w1, w3, w2, act=None):
@@ -381,18 +553,24 @@ def experts_grouped(x, experts, weights, w1, w3, w2, act=None):
     if m == 0:
         return x.clone()
     chosen, order = experts.flatten().sort(stable=True)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(m * k, device=x.device))
     packed = isinstance(w1, tuple)
     every = torch.arange(len(w1[0] if packed else w1), device=x.device)
     if packed and m * k < len(every):        # only the chosen ones are decoded, each for one row
         w1, w3, w2 = ([y.index_select(0, chosen) for y in w] for w in (w1, w3, w2))
         chosen = every = every[:m * k]
     ends = torch.searchsorted(chosen, every, right=True, out_int32=True)
-    rows = _Gather.apply(x, order // k, place.view(m, k))
-    share = _Gather.apply(weights.flatten(), order, place.view(-1, 1)).unsqueeze(-1)
-    h = (act or _situ_glu)(_product(rows, w1, ends), _product(rows, w3, ends))
-    y = _product((h * share).to(x.dtype), w2, ends)
-    return _Gather.apply(y, place, order.view(-1, 1)).unflatten(0, (m, k)).sum(1)
+    if x.is_cuda and x.dtype == torch.bfloat16:      # of others grouped_mm reads the sizes back
+        e, slot, there = None, order, torch.ones_like(order, dtype=torch.bool)
+    else:
+        e, row, there = _blocks(ends, m * k, static=x.is_cuda)
+        slot = order[row]
+    at = torch.arange(slot.numel(), device=x.device)
+    place = at.new_empty(m * k + 1).scatter_(0, slot.where(there, m * k).flatten(), at)[:-1]
+    rows = _Gather.apply(x, slot // k, place.view(m, k))
+    share = _Gather.apply(weights.view(-1, 1), slot, place.view(-1, 1)) * there.unsqueeze(-1)
+    h = (act or situ_glu)(_product(rows, w1, ends, e), _product(rows, w3, ends, e))
+    y = _product((h * share).to(x.dtype), w2, ends, e)
+    return _Collect.apply(y, place.view(m, k), slot // k)
 
 
 # ---- timing

@@ -777,16 +777,53 @@ def test_chunk_on_a_gpu(kind):
     assert max(e := compare([x.float() for x in inputs])) < 1e-5, e
 
 
-def test_blocked_product_is_the_grouped_one():
-    """What a GPU does in fp32: rows cut into blocks of one expert each, idle and full experts included."""
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("ends", [[0, 33, 33, 49, 70], [14, 28, 41, 56, 70]])
+def test_product_by_blocks(static, ends):
+    """Rows cut into blocks of one expert each, idle and full experts included; static: as a GPU does in fp32."""
     rows, w = torch.randn(70, 12, dtype=torch.float64), torch.randn(5, 9, 12, dtype=torch.float64)
-    ends = torch.tensor([0, 33, 33, 49, 70], dtype=torch.int32)
-    results = []
-    for fn in (kernels._blocked, kernels._product):
-        leaves = [rows.clone().requires_grad_(), w.clone().requires_grad_()]
-        y = fn(*leaves, ends)
-        results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
-    assert max(rel(a, b) for a, b in zip(*results)) < 1e-14
+    ends = torch.tensor(ends, dtype=torch.int32)
+    e, row, there = kernels._blocks(ends, 70, static)
+    blocked = lambda rows, w: kernels._product(rows[row], w, ends, e)[there]
+    loop = lambda rows, w: torch.cat([r @ m.mT for r, m in zip(rows.tensor_split(ends[:-1].long()), w)])
+    same_map(blocked, loop, rows, w)
+    assert static or row.numel() < 1.5 * 70 + 16
+
+
+def same_map(fast, plain, *inputs, accept=1e-13):
+    """Values and the gradients of all inputs agree in float64, and up to rounding, dtypes too, in bfloat16."""
+    for dtype, accept in ((torch.float64, accept), (torch.bfloat16, 1e-2)):
+        results = []
+        for fn in (fast, plain):
+            leaves = [x.to(dtype).clone().requires_grad_() for x in inputs]
+            y = fn(*leaves)
+            dy = torch.sin(torch.arange(y.numel())).view_as(y).to(y.dtype)
+            results.append([y, *torch.autograd.grad(y, leaves, dy)])
+        assert max(e := [rel(a, b) for a, b in zip(*results)]) < accept, (dtype, e)
+        assert [a.dtype for a in results[0]] == [b.dtype for b in results[1]]
+
+
+def test_norms_convolution_and_situ_are_their_definitions():
+    """Values and gradients: vectors so short that eps decides, a convolution that continues, pre-activations far out."""
+    x, w = draw(2, 9, 3, 24) * torch.logspace(-4, 2, 9, dtype=torch.float64).view(9, 1, 1), draw(24)
+    same_map(lambda x, w: kernels.rms_norm(x, w, 1e-5), lambda x, w: k3.rms_norm(x, w, 1e-5), x, w)
+    same_map(kernels.l2_norm, k3.l2_norm, x)
+    for start in ([], [draw(2, 3, 24, seed=1)]):
+        same_map(*(lambda x, w, *tail, f=f: torch.cat(f(x, w, *tail), 1) for f in (kernels.short_conv, k3.short_conv)),
+                 draw(2, 9, 24), draw(24, 1, 4), *start)
+    gate, up = torch.meshgrid(*2 * [torch.tensor([0, 1e-9, 0.1, -1, 4, -30, 300]).double()], indexing="ij")
+    for caps in ((4.0, 25.0), (1.0, 0.5)):
+        same_map(lambda a, b: kernels.situ_glu(a, b, *caps), lambda a, b: k3.situ_glu(a, b, *caps), gate, up)
+        same_map(lambda a, b: kernels.situ_glu(a, b, *caps), lambda a, b: k3.situ_glu(a, b, *caps), gate * 1e-6, up * 1e-6)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_attn_res_of_a_list(n):
+    """Sources of unlike sizes, one so small that eps decides."""
+    sources = [draw(2, 7, 24) * size for size in (1e-3, 1, 30, 0.3, 3)[:n]]
+    listed = lambda query, norm, *s: kernels.attn_res(s, query, norm, 1e-5)
+    stacked = lambda query, norm, *s: k3.attn_res(torch.stack(s, -2), query, norm, 1e-5)
+    same_map(listed, stacked, draw(24), draw(24), *sources)
 
 
 # ---- §2.4 vision

@@ -27,6 +27,7 @@ import sys
 import time
 import zipfile
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,6 +64,7 @@ FLOOR = 0.1           # the cosine ends at this share of the peak learning rate
 HELD_OUT = 20         # every 20th file, or the last 20th of a text, is for validation
 OPTIMIZERS = "per-head-muon", "muon", "adamw"
 ADAMW_SIZE = 0.2      # usual RMS of AdamW's updates, to which Muon's are scaled
+CACHED = 2 ** 18      # numbers (1 MB) that stay in a CPU's cache from one product to the next
 
 # ---- Data: bytes are tokens, with the ids that save_byte_tokenizer's encoding gives them ---------
 
@@ -181,21 +183,27 @@ def newton_schulz(G, steps=5, dtype=None):
     Each has its own norm, so that the result does not depend on its scale; zero gives zero.
     dtype  of the iteration; None: G's
     """
+    parts = 1 if G.is_cuda or G.ndim != 3 else min(len(G), math.ceil(G.numel() / CACHED))
+    if parts > 1:
+        return torch.cat([newton_schulz(part, steps, dtype) for part in G.tensor_split(parts)])
     X = G / G.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(G.dtype).tiny)
     X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1)       # below 1 only where G is zero
     tall = G.shape[-2] > G.shape[-1]
     X = (X.mT if tall else X).to(dtype or G.dtype)
-    for _ in range(steps):
+    shape, X = X.shape, X.reshape(-1, *X.shape[-2:])
+    for _ in range(steps):             # 3.4445 X + (-4.7750 A + 2.0315 A A) X, sums in the products
         A = X @ X.mT
-        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
+        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315), X, beta=3.4445)
+    X = X.view(shape)
     return (X.mT if tall else X).to(G.dtype)
 
 
 class PerHeadMuon:
     """Muon on the blocks of the table's "muon" rows, AdamW on its others; gradients are only read.
 
-    Blocks of one shape are orthogonalised together. Nothing waits for the device: lr is a tensor,
-    and where the gradient is not finite every change is multiplied by 0: weights and momenta stay.
+    Blocks of one shape are orthogonalised together, on a CPU as many as its cache holds. Nothing
+    waits for the device: lr is a tensor, and where the gradient is not finite every change is
+    multiplied by 0: weights and momenta stay.
     clip   of the gradient's norm, all tensors together
     dtype  of newton_schulz
     state  name -> tensor, all that a resumed run needs
@@ -208,14 +216,17 @@ class PerHeadMuon:
         device = table[0].param.device
         self.lr = torch.tensor(float(lr), device=device)
         self.others = [row for row in table if row.group == "adamw"]
-        self.muon = {}       # (rows, cols) -> [(table row, which of its blocks)]
+        self.muon = {}       # (rows, cols, batch) -> [(table row, which of its blocks)]
+        most, sizes = CACHED if device.type == "cpu" else math.inf, Counter()
         for row in table:
             for i, r in enumerate(row.rows if row.group == "muon" else ()):
-                self.muon.setdefault((r, row.param.shape[-1]), []).append((row, i))
+                shape = r, row.param.shape[-1]
+                self.muon.setdefault((*shape, int(sizes[shape] // most)), []).append((row, i))
+                sizes[shape] += row.heads * math.prod(shape)
         size = sum(row.param.numel() for row in self.others)
         shapes = {"steps": (), "mean": (size,), "square": (size,)}
-        for (r, cols), members in self.muon.items():
-            shapes[f"momentum {r}x{cols}"] = sum(row.heads for row, _ in members), r, cols
+        for (r, cols, n), members in self.muon.items():
+            shapes[f"momentum {r}x{cols} {n}"] = sum(row.heads for row, _ in members), r, cols
         self.state = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
 
     def zero_grad(self):
@@ -233,8 +244,8 @@ class PerHeadMuon:
         clean = lambda parts: torch.where(finite, torch.cat(parts) * share, 0.0)
         rate = self.lr * on
         decay = 1 - rate * self.weight_decay
-        for (r, cols), members in self.muon.items():
-            M = self.state[f"momentum {r}x{cols}"]
+        for (r, cols, n), members in self.muon.items():
+            M = self.state[f"momentum {r}x{cols} {n}"]
             G = clean([blocks(grads[row.name], row)[i] for row, i in members])
             M.lerp_(G, (1 - self.momentum) * on)
             U = newton_schulz(G.lerp(M, self.momentum), dtype=self.dtype)             # Nesterov
