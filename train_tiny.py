@@ -52,8 +52,8 @@ PRESETS = {     # what `model` leaves out is K3Config.tiny's
                    linear_num_heads=3, num_attention_heads=3, q_lora_rank=64,
                    moe_intermediate_size=64, routed_expert_hidden_size=64)),
     "gpu": dict(
-        steps=1500, batch=16, length=512, lr=4e-3,                  # 8192 tokens a step
-        log_every=50, val_every=300, save_every=300, val_windows=256, sample=400,
+        steps=1000, batch=64, length=256, lr=4e-3,                  # 16,384 tokens a step
+        log_every=50, val_every=250, save_every=250, val_windows=512, sample=400,
         model=dict(hidden_size=256, num_hidden_layers=8, intermediate_size=768,
                    attn_res_block_size=4, linear_num_heads=4, linear_head_dim=64,
                    num_attention_heads=4, q_lora_rank=128, kv_lora_rank=64, qk_nope_head_dim=64,
@@ -922,7 +922,7 @@ def finish(model, out, prompt, run):
 
 RULES = {"qb": {}, "qb-exact": {}, "none": {},      # --compare balance: choice -> other arguments
          **{f"sign-{g:g}": dict(balance="sign", gamma=g) for g in (1e-2, 1e-3, 1e-4)}}
-SWITCHES = {"attn-res": "attn_res_block_size=2,null", "situ": "hidden_act=situ,silu",
+SWITCHES = {"attn-res": "attn_res_block_size=2,4,null", "situ": "hidden_act=situ,silu",
             "latent-norm": "latent_moe_use_norm=true,false", "decay": "gate_lower_bound=-5,null",
             "mtp": "num_nextn_predict_layers=1,0"}
 TAUS = 1e6, 3, 1, 0.3, 0.1 # --compare qk-clip; the first is never reached, a toy's logits are small
