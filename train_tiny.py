@@ -240,9 +240,9 @@ class PerHeadMuon:
         grads = {row.name: torch.zeros_like(row.param) if row.param.grad is None else row.param.grad
                  for row in self.table}
         norm = torch.nn.utils.get_total_norm(list(grads.values()))
-        finite = norm.isfinite()
-        on, share = finite.float(), self.clip / norm.clamp(min=self.clip)
-        clean = lambda parts: torch.where(finite, torch.cat(parts) * share, 0.0)
+        on, share = norm.isfinite().float(), self.clip / norm.clamp(min=self.clip)
+        # of a norm that is not finite the share is 0 or NaN, and all that it multiplies becomes 0
+        clean = lambda parts: torch.cat(parts).mul_(share).nan_to_num_(0, 0, 0)
         rate = self.lr * on
         decay = 1 - rate * self.weight_decay
         for (r, cols, n), members in self.muon.items():
