@@ -507,7 +507,9 @@ def _product(rows, w, ends, e):
     w = (_mxfp4(*w) if isinstance(w, tuple) else w).to(rows.dtype)
     if rows.dim() == 2:
         return F.grouped_mm(rows, w.mT, offs=ends)
-    return torch.bmm(rows, (w if e is None else w[e]).mT)
+    if e is not None:                 # an embedding's gradient is faster than an index's
+        w = F.embedding(e, w.flatten(1)).unflatten(1, w.shape[1:])
+    return torch.bmm(rows, w.mT)
 
 
 def experts_grouped(x, experts, weights, w1, w3, w2, act=None):
