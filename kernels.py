@@ -2,6 +2,7 @@
 
     kda_chunk        twin of kda_recurrent: chunks of tokens as maps of the state     [§2.1.1]
     experts_grouped  twin of the loop over experts: sorted tokens, grouped matmuls    [§2.3]
+    rms_norm, l2_norm, short_conv, situ_glu, attn_res    twins of the same names
 
 Nothing here asks the device for a number and every shape follows from the arguments' shapes, so
 that a CUDA graph holds forward and backward. Nothing is summed by atomics: the same inputs give
@@ -397,8 +398,7 @@ def squash(x, cap):
 
 
 class _SituGLU(torch.autograd.Function):
-    """silu tanh(up / up_cap), both caps apart; the slope of silu is made while its parts are there.
-    """
+    """The caps multiply at the end; the gate's slope is made while its parts are there."""
 
     @staticmethod
     def forward(ctx, gate, up, gate_cap, up_cap):
@@ -534,7 +534,9 @@ def _product(rows, w, ends, e):
     w = (w if torch.is_tensor(w) else _mxfp4(*w)).to(rows.dtype)
     if rows.dim() == 2:
         return F.grouped_mm(rows, w.mT, offs=ends)
-    return torch.bmm(rows, (w if e is None else w[e]).mT)
+    if e is not None:                 # an embedding's gradient is faster than an index's
+        w = F.embedding(e, w.flatten(1)).unflatten(1, w.shape[1:])
+    return torch.bmm(rows, w.mT)
 
 
 def experts_grouped(x, experts, weights, w1, w3, w2, act=None):
