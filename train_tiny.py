@@ -111,7 +111,8 @@ def batch(text, seed, step, size, length):
 def bits_per_byte(model, text, run):
     """Loss over evenly spaced windows, in bits per byte."""
     model.eval()
-    starts = np.linspace(0, len(text) - run["length"] - 1, run["val_windows"]).astype(int)
+    parts = -(-run["val_windows"] // run["batch"])
+    starts = np.linspace(0, len(text) - run["length"] - 1, parts * run["batch"]).astype(int)
     losses = []
     for part in starts.reshape(-1, run["batch"]):
         ids, labels = windows(text, part, run["length"])
@@ -600,7 +601,7 @@ def by_position(model, text, run, times=64, count=8):
                       for mla in (False, True)])
     model.train()
     carried, cut = map(torch.cat, zip(*bits))
-    ends = [T >> i for i in (4, 3, 2, 1)] + [T << i for i in range(times.bit_length())]
+    ends = [T >> i for i in (4, 3, 2, 1) if T >> i] + [T << i for i in range(times.bit_length())]
     carried, cut = ([x[a:b].mean().item() for a, b in zip([0, *ends], ends)]
                     for x in (carried, cut))
     kda, mla = zip(*sizes)
@@ -745,12 +746,15 @@ def settings(args):
     preset = (SHAPES if args.task == "shapes" else PRESETS)[args.preset]
     run = dict(task=args.task, preset=args.preset, **preset, seed=args.seed, balance=args.balance,
                optimizer=args.optimizer, gamma=args.gamma, qk_clip=args.qk_clip, qat=args.qat)
-    run["lr"] = run["lr"] if args.lr is None else args.lr
+    run |= {key: value for key in ("lr", "steps", "batch", "length")
+            if (value := getattr(args, key)) is not None}
+    if args.compare:
+        run["log_every"] = max(1, run["steps"] // 20)                 # its figures need points
     config = K3Config.tiny(**{**run.pop("model"), **dict(map(key_value, args.set))})
-    run["steps"] = run["steps"] if args.steps is None else args.steps
-    if run["steps"] < 1 or not 0 <= args.seed < 2 ** 63:
-        raise ValueError(f"--steps {run['steps']} --seed {args.seed}: at least 1 step, and a seed "
-                         f"from 0 to 2^63 - 1")
+    if min(run[key] for key in ("steps", "batch", "length") if key in run) < 1:
+        raise ValueError("--steps, --batch and --length are numbers from 1 on")
+    if not 0 <= args.seed < 2 ** 63:
+        raise ValueError(f"--seed {args.seed}: from 0 to 2^63 - 1")
     for key in ("lr", "gamma", "qk_clip"):
         if run[key] is not None and not 0 < run[key] < math.inf:
             raise ValueError(f"--{key.replace('_', '-')} {run[key]}: a finite number above 0")
@@ -1390,9 +1394,11 @@ def accuracy(model, batches):
 
 def train_shapes(args):
     """One run, from drawing to a checkpoint that answers questions about a picture."""
-    if args.data or args.resume or args.compare or args.qk_clip or args.qat or ranks() > 1:
+    if (args.data or args.length or args.resume or args.compare or args.qk_clip or args.qat
+            or ranks() > 1):
         raise ValueError("--task shapes draws its data and runs in one go and in one process: no "
-                         "--data, no --resume, no --compare, no --qk-clip, no --qat, no torchrun")
+                         "--data, no --length, no --resume, no --compare, no --qk-clip, no --qat, "
+                         "no torchrun")
     (config, run), out, began = settings(args), Path(args.out), time.perf_counter()
     if not config.vt_num_hidden_layers or config.patch_size != 14:
         raise ValueError("--task shapes needs a vision tower, with patches of 14 pixels")
@@ -1494,6 +1500,8 @@ def main(argv=None):
         help="text: predict the next byte; shapes: answer questions about drawn pictures")
     add("--preset", choices=PRESETS, default="gpu" if torch.cuda.is_available() else "cpu")
     add("--steps", type=int, metavar="N", help="optimizer steps (default: the preset's)")
+    add("--batch", type=int, metavar="N", help="windows of a step (default: the preset's)")
+    add("--length", type=int, metavar="N", help="bytes of a window (default: the preset's)")
     add("--data", metavar="PATH", help="UTF-8 file or folder (default: Python's standard library)")
     add("--out", metavar="DIR",
         help="for log, figures, checkpoint (default: out; for shapes out/shapes)")
