@@ -1194,7 +1194,7 @@ def draw_accepted(ax, result, found):
                        label=f"mean: {of['tokens_per_call']:.2f} tokens a call")
             ax.axhline(of["on_text"], color="0.5", ls=":", label="after held-out text")
             ax.set_xticks(range(1, 1 + len(of["accepted"])))
-    ax.set(xlabel="prompt continued greedily", ylabel="drafts accepted, share", ylim=(0, 1))
+    ax.set(xlabel="prompt continued greedily", ylabel="drafts accepted, share", ylim=(0, 1.3))
 
 
 def draw_rounding(ax, result, found):
@@ -1275,7 +1275,8 @@ def plot_fixed_scores(found, folder, header):
             ax.plot(line, ".-" if len(line) < 20 else "-", lw=0.9, label=name)
         ax.axhline(1.4, color="0.5", ls=":", label="1.4")
         ax.set_xscale("symlog", linthresh=10)
-        ax.set(title=title, xlabel="update", ylabel="largest load / mean", yscale="log")
+        ax.set(title=title, xlabel="update", ylabel="largest load / mean", yscale="log",
+               xlim=(0, None))
     B, width, error = zip(*found["bins"])
     bins.loglog(B, width, "--", color="0.5", label="bin width")
     bins.loglog(B, error, "o-", label="largest error of a bias")
