@@ -916,10 +916,10 @@ def finish(model, out, prompt, run):
     print("figures", *plot(out), "\ncheckpoint", folder)
     rows = read_log(out)
     worst = [max(row["imbalance"]) for row in rows if row.get("imbalance")]
-    first = settled(worst, 1.5)
-    if first:
-        print(f"every MoE layer's imbalance is below 1.5 from step {first} on, "
-              f"{max(worst[first - 1:]):.2f} at most")
+    late = worst[len(worst) // 2:]
+    if late:
+        print(f"largest load over mean of the worst MoE layer, second half of the steps: "
+              f"{np.median(late):.2f} in the median, {max(late):.2f} at most")
     own, most = [(row["flops_per_s"], row["matmul_flops_per_s"])
                  for row in rows if "flops_per_s" in row][-1]
     print(f"model FLOPs: {own / 1e9:,.0f} billion a second, {own / most:.1%} of the "
