@@ -24,7 +24,7 @@ import torch.nn.functional as F
 TILE = 16            # tokens whose decays are divided by each other
 G_MIN = -80 / TILE   # strongest log-decay of a step: fp32 and bf16 end at e^88
 CHUNK = 128          # tokens of one map of the state: longer chunks, shorter scan, more work inside
-                     # a chunk, which a CPU, quick to launch, feels more: a quarter there
+                     # a chunk. A CPU is quick to launch: there half as many as the values are wide
 
 
 # ---- Kimi Delta Attention by chunks
@@ -117,9 +117,9 @@ class _Layout:
     """[B, T, H, d] to [chunks * B * H, C, d] and back; a step of the scan is then one slice."""
 
     def __init__(self, v):
-        B, T, H, _ = v.shape
-        longest = CHUNK if v.is_cuda else CHUNK // 4
-        self.C = min(longest, max(TILE, 1 << (T - 1).bit_length()))
+        B, T, H, d = v.shape
+        longest = CHUNK if v.is_cuda else 1 << max(2, (d // 2).bit_length() - 1)
+        self.C = max(TILE, min(longest, 1 << (T - 1).bit_length()))
         self.T, self.shape = T, (-(-T // self.C), B, H)
         self.acc = torch.promote_types(v.dtype, torch.float32)
         half = v.is_cuda and v.element_size() == 2          # on a CPU it would gain nothing
