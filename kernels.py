@@ -13,7 +13,7 @@ into a block of a larger matrix). Elementwise work runs on contiguous tensors of
 case that PyTorch vectorises: where a factor is shared by many tokens, writing it out for each of
 them first is cheaper (`spread`). A copy that reorders moves 16 bytes at a time (`reorder`).
 
-    python kernels.py        times both on this machine
+    python kernels.py        times the first two on this machine
 """
 import math
 import time
@@ -207,6 +207,43 @@ def scan(states, M, reverse=False):
         states[target].baddbmm_(m, states[source], alpha=-1)
 
 
+def descend(keep, dA, dB, drows, dc):
+    """Takes the gradients of rows and c back from the chunk's ends to each tile's, in place, and
+    adds those of each level's products."""
+    while keep:
+        w, k_hi, q_hi, c_lo, before, after = keep.pop()
+        dc_lo = halves(dc, w)[0].mul_(after)
+        for dX, hi, drow in zip((dA, dB), (k_hi, q_hi), drows):
+            mm(below(dX, w), c_lo, halves(drow, w)[1].mul_(before), beta=1)
+            mm(below(dX, w).mT, hi, dc_lo, beta=1)
+
+
+def by_tile(x, y):
+    return tiles(y).sum(1, dtype=x.acc).view(len(y), -1, y.shape[-1])
+
+
+def decay_gradient(x, dtotal, past, cross, pairs):
+    """Gradient of each log-decay: the sum over all that it decays.
+
+    dtotal  [n, d]      the state, on its way through the chunk
+    past    [n, C, d]   what a token wrote, on its way out: meets the decays of the tokens after it
+    pairs   [n, C, d]   row * drow - c * dc: summed from a token to the chunk's end, the products
+                        between an earlier and a later token
+    cross   [n, C/16, d]   tile's sums of the part of pairs whose tokens are of two tiles
+    Sums over a whole chunk would drown a strong decay's gradient in rounding, so they run over
+    tiles first, and in a tile over its own tokens.
+    """
+    written = by_tile(x, past)[:, :-1]
+    carried = torch.cat([dtotal.unsqueeze(1), written], 1).cumsum(1)
+    carried[:, :-1] += cross[:, 1:].flip(1).cumsum(1).flip(1)
+    tiles(pairs)[:, -1] += carried.flatten(0, 1).to(x.lo)
+    on = torch.ones(TILE, TILE, dtype=x.lo, device=past.device)
+    on = torch.block_diag(*[on] * (x.C // TILE))
+    dg = torch.empty(past.shape, dtype=x.acc, device=past.device)
+    mm(on.triu().expand(len(past), -1, -1), pairs, dg)
+    return mm(on.tril(-1).expand(len(past), -1, -1), past, dg, beta=1)
+
+
 class _KDAChunk(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, g, beta, S, scale):
@@ -231,9 +268,7 @@ class _KDAChunk(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dS):
         """D: gradient of the state after each chunk; u: what a token writes; dr: gradient of
-        v - K S. A product in A has the gradient -dr u', one in B do u'. The gradient of a log-decay
-        is what S and what earlier tokens wrote carry past the chunk's end, and the sum of
-        row * drow - c * dc, from its token on, of products inside the chunk.
+        v - K S. A product in A has the gradient -dr u', one in B do u'.
         """
         *inputs, S = ctx.saved_tensors
         x, keep = _Layout(inputs[2]), []
@@ -267,36 +302,19 @@ class _KDAChunk(torch.autograd.Function):
         width = math.gcd(k.shape[-1], 8)                # q . k of one token: no decay in it
         own = dB.diagonal(dim1=1, dim2=2).reshape(-1, 1, 1).repeat(1, 1, width)
         own = spread(own, k.shape[-1] // width).view_as(k)
-        while keep:
-            w, k_hi, q_hi, c_lo, before, after = keep.pop()
-            mm(below(dA, w), c_lo, halves(drows[0], w)[1].mul_(before), beta=1)
-            mm(below(dB, w), c_lo, halves(drows[1], w)[1].mul_(before), beta=1)
-            dc_lo = halves(dc, w)[0].mul_(after)
-            mm(below(dA, w).mT, k_hi, dc_lo, beta=1)
-            mm(below(dB, w).mT, q_hi, dc_lo, beta=1)
+        descend(keep, dA, dB, drows, dc)
         later = total.flip(1).cumsum(1).flip(1)       # from each tile's start to the chunk's end
         for y, decay in ((dc, total), (dend, later)):
             tiles(y).mul_(spread(decay.view(-1, 1, k.shape[-1]).exp().to(x.lo), TILE))
         rk, rq, ck = k * E, q * E, k / E
         pairs = lambda: (rk * drows[0]).addcmul_(rq, drows[1]).addcmul_(ck, dc, value=-1)
-        by_tile = lambda y: tiles(y).sum(1, dtype=x.acc).view_as(total)
-        # Sums over a whole chunk would drown a strong decay's gradient in rounding: so far `pairs`
-        # are of two tiles, whose sums over tiles are carried into each tile; the rest is inside it.
-        cross, before = by_tile(pairs()), by_tile(past)
-        carried = torch.cat([dtotal.unsqueeze(1), before[:, :-1]], 1).cumsum(1)
-        carried[:, :-1] += cross[:, 1:].flip(1).cumsum(1).flip(1)
+        cross = by_tile(x, pairs())
         da, db = (diagonal(y, TILE).contiguous().tril_(-1) for y in (dA, dB))
         mm(da, tiles(ck), tiles(drows[0]), beta=1)
         mm(db, tiles(ck), tiles(drows[1]), beta=1)
         mm(da.mT, tiles(rk), tiles(dc), beta=1)
         mm(db.mT, tiles(rq), tiles(dc), beta=1)
-        dG = pairs()
-        tiles(dG)[:, -1] += carried.flatten(0, 1).to(x.lo)
-        on = torch.ones(TILE, TILE, dtype=x.lo, device=k.device)
-        on = torch.block_diag(*[on] * (x.C // TILE))
-        dg = torch.empty(k.shape, dtype=x.acc, device=k.device)
-        mm(on.triu().expand(len(k), -1, -1), dG, dg)
-        mm(on.tril(-1).expand(len(k), -1, -1), past, dg, beta=1)
+        dg = decay_gradient(x, dtotal, past, cross, pairs())
         dq = drows[1].mul_(E).addcmul_(k, own)
         dk = drows[0].mul_(E).addcdiv_(dc.add_(dend), E).addcmul_(q, own)
         dq, dk, dv, dg = (x.back(y, z.dtype) for y, z in zip((dq, dk, dr, dg), inputs))
