@@ -52,6 +52,7 @@ import shutil
 import sys
 import threading
 import time
+import typing
 import urllib.parse
 import urllib.request
 import warnings
@@ -60,7 +61,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")    # waiting CPU threads soon yield a shared core
 import numpy as np
@@ -89,31 +89,31 @@ class K3Config:
     initializer_range: float = 0.02
     max_position_embeddings: int = 1048576         # the context trained for; nothing depends on it
     # attention: which layer is which
-    kda_layers: list = None                        # None: all that are not full_attn_layers (69)
-    full_attn_layers: list = None                  # None: every fourth and the last (24)
+    kda_layers: list | None = None                 # None: all that are not full_attn_layers (69)
+    full_attn_layers: list | None = None           # None: every fourth and the last (24)
     # KDA, §2.1.1
     linear_num_heads: int = 96
     linear_head_dim: int = 128
     short_conv_kernel_size: int = 4
-    gate_lower_bound: float = -5.0                 # g_min of Eq. 5; or None: unbounded softplus
+    gate_lower_bound: float | None = -5.0          # g_min of Eq. 5; or None: unbounded softplus
     use_full_rank_gate: bool = True                # Eq. 6; or False: Kimi Linear's low-rank gate
     # gated MLA, §2.1.2
     num_attention_heads: int = 96
-    q_lora_rank: int = 1536                        # or None: one full query projection
+    q_lora_rank: int | None = 1536                 # or None: one full query projection
     kv_lora_rank: int = 512
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64                     # named after DeepSeek's; K3 rotates nothing
     v_head_dim: int = 128
     # attention residuals, §2.2
-    attn_res_block_size: int = 12                  # 1: the full form; or None: plain residual
+    attn_res_block_size: int | None = 12           # 1: the full form; or None: plain residual
     # feed-forward, §2.3
     intermediate_size: int = 33792                 # of dense layers
     first_k_dense_replace: int = 1
-    num_experts: int = 896                         # or None: every layer dense
+    num_experts: int | None = 896                  # or None: every layer dense
     num_experts_per_token: int = 16
     num_shared_experts: int = 2                    # or 0
     moe_intermediate_size: int = 3072
-    routed_expert_hidden_size: int = 3584          # the latent's; or None: experts at full width
+    routed_expert_hidden_size: int | None = 3584   # the latent's; or None: experts at full width
     latent_moe_use_norm: bool = True               # or False: the original LatentMoE
     routed_scaling_factor: float = 1.0
     hidden_act: str = "situ"                       # or "silu": SwiGLU
@@ -140,7 +140,8 @@ class K3Config:
     projector_ln_eps: float = 1e-5
 
     def __post_init__(self):
-        self._check_kinds()            # before anything is built that is as long as they say
+        for f in dataclasses.fields(self):      # before anything as long as they say is built
+            check_kind(f.name, getattr(self, f.name), f.type)
         n, mla, kda = self.num_hidden_layers, self.full_attn_layers, self.kda_layers
         every = range(1, n + 1)
         if mla is None and kda is None:                # three KDA layers, then one MLA layer [§2.1]
@@ -148,60 +149,33 @@ class K3Config:
         self.full_attn_layers = [i for i in every if i not in kda] if mla is None else list(mla)
         self.kda_layers = list(kda or [i for i in every if i not in self.full_attn_layers])
         if self.vt_num_hidden_layers == 0:             # one way of saying that nothing can be seen
-            for f in dataclasses.fields(self):
-                if f.name in VISION[1:]:
-                    setattr(self, f.name, f.default)
+            for key in VISION[1:]:
+                setattr(self, key, getattr(K3Config, key))
         self.merge_kernel_size = tuple(self.merge_kernel_size)
         self._check_fit()
 
-    def _check_kinds(self):
-        """Each value by itself: its kind and range."""
-        for f in dataclasses.fields(self):
-            key, value = f.name, getattr(self, f.name)
-            if value is None and key in OPTIONAL:
-                continue
-            if f.type in (list, tuple):
-                good = isinstance(value, (list, tuple)) and all(
-                    type(i) is int and 0 < i <= 1024 for i in value)
-                wanted = "a list of whole numbers from 1 to 1024"
-            elif f.type is float:
-                good, wanted = type(value) in (int, float) and abs(value) < 1e38, "a finite number"
-            elif f.type is int:
-                low = 0 if key in MAY_BE_ZERO or key.endswith("token_id") else 1
-                most = MOST.get(key, 2 ** 24 if key.endswith("token_id") else 2 ** 18)
-                good = type(value) is int and low <= value <= most
-                wanted = f"a whole number from {low} to {most}"
-            else:
-                good = type(value) is f.type
-                wanted = "true or false" if f.type is bool else "a string"
-            need(good, key, value, wanted)
-
     def _check_fit(self):
         """Each value against the others, and against what is built here."""
-        def fits(good, key, wanted):
+        n, experts, merge = self.num_hidden_layers, self.num_experts, self.merge_kernel_size
+        layers = sorted([*self.kda_layers, *self.full_attn_layers])
+        floor, turns = self.gate_lower_bound, 4 * self.vt_num_attention_heads
+        positive = ("activation_situ_beta", "activation_situ_linear_beta", "rms_norm_eps",
+                    "projector_ln_eps")
+        for good, key, wanted in (
+                (layers == list(range(1, n + 1)), "kda_layers",
+                 f"with full_attn_layers each of the layers 1 to {n} once"),
+                (self.hidden_act in ("situ", "silu"), "hidden_act", "situ or silu"),
+                (self.dtype in ("bfloat16", "float32"), "dtype", "bfloat16 or float32"),
+                (floor is None or floor < 0, "gate_lower_bound", "below 0 or null"),
+                *((getattr(self, key) > 0, key, "more than 0") for key in positive),
+                (experts is None or self.num_experts_per_token < experts, "num_experts_per_token",
+                 f"less than num_experts = {experts}, since the cutoff is the next score"),
+                (self.qkv_hidden_size % turns == 0, "qkv_hidden_size", "a multiple of "
+                 "4 vt_num_attention_heads, since rotary pairs alternate between x and y"),
+                (self.vt_hidden_size % 2 == 0, "vt_hidden_size", "even"),
+                (len(merge) == 2 and max(merge) <= 16, "merge_kernel_size",
+                 "two whole numbers up to 16")):
             need(good, key, getattr(self, key), wanted)
-
-        n, merge = self.num_hidden_layers, self.merge_kernel_size
-        heads = self.vt_num_attention_heads
-        both = sorted([*self.kda_layers, *self.full_attn_layers])
-        fits(both == list(range(1, n + 1)), "kda_layers",
-             f"with full_attn_layers each of the layers 1 to {n} once")
-        fits(self.hidden_act in ("situ", "silu"), "hidden_act", "situ or silu")
-        fits(self.dtype in ("bfloat16", "float32"), "dtype", "bfloat16 or float32")
-        fits(self.gate_lower_bound is None or self.gate_lower_bound < 0, "gate_lower_bound",
-             "below 0 or null")
-        for key in ("activation_situ_beta", "activation_situ_linear_beta", "rms_norm_eps",
-                    "projector_ln_eps"):
-            fits(getattr(self, key) > 0, key, "more than 0")
-        if self.num_experts is not None:
-            fits(self.num_experts_per_token < self.num_experts, "num_experts_per_token",
-                 f"less than num_experts = {self.num_experts}, since the cutoff is the next score")
-        if self.vt_num_hidden_layers:
-            fits(self.qkv_hidden_size % (4 * heads) == 0, "qkv_hidden_size", "a multiple of "
-                 "4 vt_num_attention_heads, since rotary pairs alternate between x and y")
-            fits(self.vt_hidden_size % 2 == 0, "vt_hidden_size", "even")
-            fits(len(merge) == 2 and max(merge) <= 16, "merge_kernel_size",
-                 "two whole numbers up to 16")
 
     @classmethod
     def tiny(cls, **over):
@@ -230,24 +204,24 @@ class K3Config:
         if not isinstance(source, dict):
             with open(source, "rb") as f:
                 source = parse_json(f.read(MAX_JSON), source)
-        outer = dict(source)
+        outer, text = dict(source), {}
         vision = outer.pop("vision_config", None)
         if "text_config" in outer:
             text = outer.pop("text_config")
             need(isinstance(text, dict), "text_config", text, "an object")
-            text = {key: value for key, value in text.items() if key != "vision_config"}
         else:
             outer, text = {}, outer
-        linear = text.pop("linear_attn_config", None)
+        linear = text.get("linear_attn_config")
         need(isinstance(linear, dict), "linear_attn_config", linear, "an object")
         need(isinstance(vision, dict | None), "vision_config", vision, "an object or null")
+        text = {key: text[key] for key in text.keys() - {"vision_config", "linear_attn_config"}}
         ours = {theirs: field for field, theirs in LINEAR.items()}
-        if strange := sorted(linear.keys() - ours.keys()):
-            raise ValueError(f"config: unknown key {strange[0]!r} in linear_attn_config")
-        flat, known = {ours[k]: v for k, v in linear.items()}, set(_fields)
-        for group in (outer, text, vision or {}):
+        linear = {ours.get(key, f"linear_attn_config.{key}"): linear[key] for key in linear}
+        flat, given = {}, {}
+        for group in (linear, outer, text, vision or {}):
+            given.update(group)
             for key, value in group.items():
-                if key in known:
+                if key in FIELDS:
                     need(flat.setdefault(key, value) == value, key, value,
                          f"{flat[key]!r}, as elsewhere in the file")
                 elif key in FIXED:
@@ -259,13 +233,13 @@ class K3Config:
                         activation_situ_linear_beta=25.0)
         if vision is None:
             flat["vt_num_hidden_layers"] = 0
-        for key in sorted(known - flat.keys()):
-            need(key in MAY_BE_MISSING or (vision is None and key in VISION), key, None, "given")
+        for key in FIELDS:
+            absent_well = key in MAY_BE_MISSING or vision is None and key in VISION
+            need(key in flat or absent_well, key, None, "given")
         config = cls(**flat)
         for key, like in MUST_EQUAL.items():
-            for group in (text, vision or {}):
-                value = getattr(config, like)
-                need(group.get(key, value) == value, key, group.get(key), like)
+            if key in given:
+                need(given[key] == getattr(config, like), key, given[key], like)
         return config
 
     def to_json(self):
@@ -303,15 +277,31 @@ def need(good, key, value, wanted):
         raise ValueError(f"config: {key} is {show(value)}, expected {wanted}")
 
 
-# How from_json and to_json treat the released keys, and what _check_kinds lets by.
+def check_kind(key, value, kind):
+    """One value by itself: its kind, `X | None` where null is a choice, and its range."""
+    kind, *null = typing.get_args(kind) or [kind]
+    if kind in (list, tuple):
+        good = type(value) in (list, tuple) and all(type(i) is int and 0 < i <= 1024 for i in value)
+        wanted = "a list of whole numbers from 1 to 1024"
+    elif kind is float:
+        good, wanted = type(value) in (int, float) and abs(value) < 1e38, "a finite number"
+    elif kind is int:
+        low = 0 if key in MAY_BE_ZERO or key.endswith("token_id") else 1
+        most = MOST.get(key, 2 ** 24 if key.endswith("token_id") else 2 ** 18)
+        good = type(value) is int and low <= value <= most
+        wanted = f"a whole number from {low} to {most}"
+    else:
+        good, wanted = type(value) is kind, "true or false" if kind is bool else "a string"
+    need(good or value is None and null, key, value, wanted)
+
+
+# How from_json and to_json treat the released keys, and what check_kind lets by.
 LINEAR = {"linear_num_heads": "num_heads", "linear_head_dim": "head_dim", **{key: key for key in (
     "kda_layers", "full_attn_layers", "short_conv_kernel_size", "gate_lower_bound",
     "use_full_rank_gate")}}                            # our field: key of linear_attn_config
-_fields = [f.name for f in dataclasses.fields(K3Config)]
-VISION = _fields[_fields.index("vt_num_hidden_layers"):]
+FIELDS = [f.name for f in dataclasses.fields(K3Config)]
+VISION = FIELDS[FIELDS.index("vt_num_hidden_layers"):]
 SITU_KEYS = {"gate_lower_bound", "activation_situ_beta", "activation_situ_linear_beta"}
-OPTIONAL = {"kda_layers", "full_attn_layers", "gate_lower_bound", "q_lora_rank",
-            "attn_res_block_size", "num_experts", "routed_expert_hidden_size"}
 MOST = {"num_hidden_layers": 1024, "vt_num_hidden_layers": 1024, "num_experts": 8192,
         "num_nextn_predict_layers": 1, "patch_size": 1024, "short_conv_kernel_size": 64,
         "vocab_size": 2 ** 24, "max_position_embeddings": 2 ** 40}
@@ -332,18 +322,17 @@ FIXED = {  # keys of the release that this file builds at one value (or several 
     "pos_emb_interpolation_mode": ("bilinear",), "pos_emb_type": ("divided_fixed",),
     "projector_hidden_act": ("gelu",)}
 UNUSED = set("""
-    _attn_implementation _name_or_path add_cross_attention architectures auto_map
-    bad_words_ids begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size
-    decoder_start_token_id diversity_penalty do_sample early_stopping
-    encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task
-    forced_bos_token_id forced_eos_token_id head_dim id2label ignore_index image_placeholder
-    is_encoder_decoder label2id length_penalty max_length min_length no_repeat_ngram_size
-    num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
-    output_scores prefix problem_type pruned_heads quantization_config remove_invalid_values
-    repetition_penalty return_dict return_dict_in_generate rope_parameters rope_scaling
-    rope_theta sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
-    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
-    transformers_version typical_p use_bfloat16 use_cache use_grouped_topk""".split())
+    _attn_implementation _name_or_path add_cross_attention architectures auto_map bad_words_ids
+    begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id
+    diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
+    head_dim id2label ignore_index image_placeholder is_encoder_decoder label2id length_penalty
+    max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
+    output_attentions output_hidden_states output_scores prefix problem_type pruned_heads
+    quantization_config remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    rope_parameters rope_scaling rope_theta sep_token_id suppress_tokens task_specific_params
+    temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype
+    torchscript transformers_version typical_p use_bfloat16 use_cache use_grouped_topk""".split())
 
 # ---- Primitives, among them §2.3.2 SiTU-GLU ------------------------------------------------------
 
@@ -1723,7 +1712,7 @@ INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "co
 SHARD = "model-{:05d}-of-{:06d}.safetensors"        # five digits, then six, as released
 
 
-class TensorInfo(NamedTuple):
+class TensorInfo(typing.NamedTuple):
     """Where and as what a tensor is stored."""
     dtype: str      # as the file spells it, a key of DTYPES
     shape: tuple
