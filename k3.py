@@ -39,6 +39,7 @@ import base64
 import codecs
 import copy
 import dataclasses
+import functools
 import gc
 import gzip
 import hashlib
@@ -1746,6 +1747,18 @@ def parse_json(raw, where):
     return data
 
 
+def read_headers(files, heads):
+    """(shard, parse_header of it) for each shard -> (length, first 8 bytes)."""
+    spans = []
+    for shard, (size, head) in heads.items():
+        length = int.from_bytes(head, "little")
+        if not 2 <= length <= min(size - 8, MAX_JSON):
+            raise CheckpointError(f"{shard}: {size} bytes cannot hold a header of {length}")
+        spans.append((shard, 8, 8 + length))
+    for (shard, (size, _)), raw in zip(heads.items(), files.read(spans)):
+        yield shard, parse_header(raw, size, shard)
+
+
 def parse_header(raw, size, shard):
     """Tensors of one safetensors file, name -> TensorInfo, from its JSON header and its length.
 
@@ -1756,60 +1769,36 @@ def parse_header(raw, size, shard):
     notes = entries.pop("__metadata__", {})
     if type(notes) is not dict or any(type(v) is not str for v in notes.values()):
         raise CheckpointError(f"{shard}: __metadata__ must map strings to strings")
-    infos, shapes, at = {}, {}, 8 + len(raw)
     for name, entry in entries.items():
-        try:
-            dtype, shape, span = tensor_info(entry, at, size)
-        except ValueError as error:
-            raise tensor_error(shard, name, f": {error}") from None
-        infos[name] = TensorInfo(sys.intern(dtype), shapes.setdefault(shape, shape), shard, span)
-    for name, info in sorted(infos.items(), key=lambda item: item[1].span):
-        if info.span[0] != at:
-            raise tensor_error(shard, name, f" starts at byte {info.span[0]}, but the one before "
-                               f"it ends at {at}")
-        at = info.span[1]
+        check_entry(shard, name, entry)
+    infos, shapes, base, at = {}, {}, 8 + len(raw), 8 + len(raw)
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        start, end = (base + offset for offset in entry["data_offsets"])
+        if start != at or end > size:
+            raise tensor_error(shard, name, f" lies at bytes {start} to {end}, but what is before "
+                               f"it ends at {at} and the file at {size}")
+        dtype, shape, at = sys.intern(entry["dtype"]), tuple(entry["shape"]), end
+        infos[name] = TensorInfo(dtype, shapes.setdefault(shape, shape), shard, (start, end))
     if at != size:
         raise CheckpointError(f"{shard}: the tensors end at byte {at}, the file at {size}")
     return infos
 
 
-def tensor_info(entry, base, size):
-    """(dtype, shape, span) of a header's entry; base is where the tensors begin."""
+def check_entry(shard, name, entry):
+    """CheckpointError unless a header's entry makes sense by itself."""
     def counts(x, most):
         return type(x) is list and len(x) <= most and all(type(n) is int and n >= 0 for n in x)
     if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError("wanted exactly dtype, shape and data_offsets")
+        raise tensor_error(shard, name, ": wanted exactly dtype, shape and data_offsets")
     dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
     if type(dtype) is not str or dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {show(dtype)}")
+        raise tensor_error(shard, name, f": unknown dtype {show(dtype)}")
     if not counts(shape, 32) or math.prod(n or 1 for n in shape) >= 2 ** 60:    # torch's strides
-        raise ValueError(f"impossible shape {show(shape)}")
-    if not counts(span, 2) or len(span) != 2 or span[0] > span[1] or base + span[1] > size:
-        raise ValueError(f"data_offsets {show(span)} are not within {size - base} bytes of data")
-    if math.prod(shape) * DTYPES[dtype].itemsize != span[1] - span[0]:
-        raise ValueError(f"{dtype} of shape {shape} does not fill {span[1] - span[0]} bytes")
-    return dtype, tuple(shape), (base + span[0], base + span[1])
-
-
-def header_span(file, size, head):
-    """Where the header of a file of `size` bytes lies, by its first 8 bytes, if it can fit."""
-    length = int.from_bytes(head, "little")
-    if not 2 <= length <= min(size - 8, MAX_JSON):
-        raise CheckpointError(f"{file}: {size} bytes cannot hold a header of {length}")
-    return file, 8, 8 + length
-
-
-def read_safetensors(path):
-    """One file's tensors, name -> view of the mapped file."""
-    folder, file = os.path.split(path)
-    files = Folder(folder or ".")
-    head = files.heads([file])[file]
-    if head is None:
-        raise CheckpointError(f"{path}: no such file")
-    infos = parse_header(files.read([header_span(file, *head)])[0], head[0], file)
-    buffers = files.read([(file, *info.span) for info in infos.values()])
-    return {name: as_tensor(buffer, name, info)
-            for (name, info), buffer in zip(infos.items(), buffers)}
+        raise tensor_error(shard, name, f": impossible shape {show(shape)}")
+    size = math.prod(shape) * DTYPES[dtype].itemsize
+    if not counts(span, 2) or len(span) != 2 or span[1] - span[0] != size:
+        raise tensor_error(shard, name, f": data_offsets {show(span)} do not span the {size} bytes "
+                           f"of {dtype} and shape {shape}")
 
 
 def as_tensor(buffer, name, info):
@@ -1826,6 +1815,23 @@ def as_tensor(buffer, name, info):
     return flat.view(dtype).view(info.shape)
 
 
+def read_tensors(files, infos):
+    """key -> tensor for key -> TensorInfo, fetched together; local ones are views."""
+    buffers = files.read([(info.shard, *info.span) for info in infos.values()])
+    return {key: as_tensor(buffer, key, info) for (key, info), buffer in zip(infos.items(), buffers)}
+
+
+def read_safetensors(path):
+    """One file's tensors, name -> view of the mapped file."""
+    folder, file = os.path.split(path)
+    files = Folder(folder or ".")
+    heads = files.heads([file])
+    if heads[file] is None:
+        raise CheckpointError(f"{path}: no such file")
+    [(_, infos)] = read_headers(files, heads)
+    return read_tensors(files, infos)
+
+
 class Folder:
     """Files of a local folder; ranges are views of the mapped file, read when touched."""
 
@@ -1837,18 +1843,19 @@ class Folder:
 
     def whole(self, name):
         """All bytes of a small file, None if it is absent; NAME.gz will do as well."""
-        paths = [os.path.join(self.path, name + end) for end in ("", ".gz")]
-        path = next(filter(os.path.isfile, paths), None)
-        if path is None:
-            return None
-        try:
-            with (open if path == paths[0] else gzip.open)(path, "rb") as file:
-                raw = file.read(MAX_JSON + 1)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise CheckpointError(f"{path}: damaged gzip ({error})") from None
-        if len(raw) > MAX_JSON:
-            raise CheckpointError(f"{path}: over {MAX_JSON:,} bytes")
-        return raw
+        path = os.path.join(self.path, name)
+        for path, reader in ((path, open), (f"{path}.gz", gzip.open)):
+            if not os.path.isfile(path):
+                continue
+            try:
+                with reader(path, "rb") as file:
+                    raw = file.read(MAX_JSON + 1)
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise CheckpointError(f"{path}: damaged gzip ({error})") from None
+            if len(raw) > MAX_JSON:
+                raise CheckpointError(f"{path}: over {MAX_JSON:,} bytes")
+            return raw
+        return None
 
     def heads(self, files):
         """file -> (length, first 8 bytes), or None for an absent one."""
@@ -1868,21 +1875,23 @@ class Folder:
         for file in {span[0] for span in spans}:
             with open(os.path.join(self.path, file), "rb") as f:
                 maps[file] = mmap.mmap(f.fileno(), 0, flags=flags)
-        for file, start, end in join(spans, math.inf):      # a page fault alone would bring 128 KB
+        for group in touching(spans, math.inf):             # a page fault alone would bring 128 KB
+            file, start, end = *group[0][:2], group[-1][2]
             page = start - start % mmap.PAGESIZE
             if start < end <= len(maps[file]):
                 maps[file].madvise(mmap.MADV_WILLNEED, page, end - page)
         return [memoryview(maps[file])[start:end] for file, start, end in spans]
 
 
-def join(spans, most):
-    """Sorted (file, start, end), touching ones merged into ranges of at most `most` bytes."""
-    joined = []
+def touching(spans, most):
+    """Sorted (file, start, end), in groups without a gap and of at most `most` bytes."""
+    groups = []
     for file, start, end in sorted(spans):
-        if joined and joined[-1][::2] == (file, start) and end - joined[-1][1] <= most:
-            start = joined.pop()[1]
-        joined.append((file, start, end))
-    return joined
+        if groups and groups[-1][-1][::2] == (file, start) and end - groups[-1][0][1] <= most:
+            groups[-1].append((file, start, end))
+        else:
+            groups.append([(file, start, end)])
+    return groups
 
 
 class Redirect(urllib.request.HTTPRedirectHandler):
@@ -1900,7 +1909,7 @@ class Web:
     """Files below a base URL, read by byte ranges, a few in flight, optionally kept on disk.
 
     Its calls are Folder's. A part is (file, start, end); versions: file -> (length, ETag or date).
-    Kept pieces are filed under URL, length and ETag (or date), so a file that changed is fetched
+    Kept parts are filed under URL, length and ETag (or date), so a file that changed is fetched
     anew; where the server gives neither, none are kept.
     """
     PIECE = 32 << 20                                    # bytes: what a cut connection may cost
@@ -1921,55 +1930,44 @@ class Web:
     def read(self, spans):
         parts = [[(file, at, min(at + self.PIECE, end)) for at in range(start, end, self.PIECE)]
                  for file, start, end in spans]
-        pieces = {part: self._kept(part) for part in sum(parts, [])}
-        self._download(pieces)
-        return [bytearray().join(pieces.pop(part) for part in some) for some in parts]
+        bodies = {part: self._kept(part) for part in sum(parts, [])}
+        self._download(bodies)
+        return [bytearray().join(bodies.pop(part) for part in some) for some in parts]
 
-    def _download(self, pieces):
-        """Fill in the pieces that are None; a progress line each second on stderr."""
-        began = told = time.time()
-        waiting = sorted(part for part, piece in pieces.items() if piece is None)
-        ranges, done = join(waiting, self.PIECE), 0
-        try:
-            with ThreadPoolExecutor(self.IN_FLIGHT) as pool:
-                bodies = pool.map(lambda span: self._get(*span), ranges)
-                for (file, start, end), body in zip(ranges, bodies):
-                    if body is None:
-                        raise CheckpointError(f"{self.base}/{file}: it is gone")
-                    while waiting and waiting[0][0] == file and waiting[0][1] < end:
-                        part = waiting.pop(0)
-                        pieces[part] = body[part[1] - start:part[2] - start]
-                        self._keep(part, pieces[part])
-                    done, now = done + len(body), time.time()
-                    if now - told > 1 or not waiting and now - began > 1:
-                        told = now
-                        print(f"\r{done / 1e6:,.0f} MB at {done / 1e6 / (now - began):,.1f} MB/s",
-                              end="", file=sys.stderr, flush=True)
-        finally:
-            if told > began:
-                print(file=sys.stderr)
-
-    def _keep(self, part, data):
-        if path := self._path(part):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with replacing(path) as kept:
-                kept.write(data)
+    def _download(self, bodies):
+        """Fill in the parts that are None; a progress line each second on stderr."""
+        groups = touching([part for part, body in bodies.items() if body is None], self.PIECE)
+        began, told, done = time.time(), time.time(), 0
+        with ThreadPoolExecutor(self.IN_FLIGHT) as pool:
+            answers = pool.map(lambda group: self._get(*group[0][:2], group[-1][2]), groups)
+            for group, answer in zip(groups, answers):
+                if answer is None:
+                    raise CheckpointError(f"{self.base}/{group[0][0]}: it is gone")
+                for part in group:
+                    start, end = (at - group[0][1] for at in part[1:])
+                    bodies[part] = answer[start:end]
+                    self._keep(part, bodies[part])
+                done, now = done + len(answer), time.time()
+                if now - told > 1:
+                    told, speed = now, done / 1e6 / (now - began)
+                    print(f"{done / 1e6:,.0f} MB at {speed:,.1f} MB/s", end="\r", file=sys.stderr)
 
     def _get(self, file, start=0, end=None):
         """Bytes start to end of a file, or all of it; None if there is no such file."""
+        url = f"{self.base}/{file}"
         for failed in range(self.TRIES):
             time.sleep(self.PAUSE * 2 ** failed if failed else 0)
             try:
-                return self._ask(f"{self.base}/{file}", file, start, end)
+                return self._ask(url, file, start, end)
             except http.client.InvalidURL as error:
-                raise CheckpointError(f"{self.base}/{file}: {error}") from None
+                raise CheckpointError(f"{url}: {error}") from None
             except (OSError, http.client.HTTPException) as error:
                 status, problem = getattr(error, "code", 500), error
             if status in (404, 410):
                 return None
             if status < 500 and status not in (408, 429):
                 break
-        raise CheckpointError(f"{self.base}/{file}: {problem}")
+        raise CheckpointError(f"{url}: {problem}")
 
     def _ask(self, url, file, start, end):
         request, most = urllib.request.Request(url), MAX_JSON
@@ -1994,15 +1992,15 @@ class Web:
         if answer.status != 206:
             raise CheckpointError(f"{url}: asked for {wanted}, but the server ignores byte ranges")
         found = answer.headers.get("Content-Range", "")
-        size = found.removeprefix(f"{wanted}/")
-        if size == found or not re.fullmatch(r"[0-9]{1,18}", size):
+        size = re.fullmatch(re.escape(wanted) + r"/([0-9]{1,18})", found)
+        if size is None:
             raise CheckpointError(f"{url}: asked for {wanted}, got {show(found)}")
-        version = int(size), answer.headers.get("ETag") or answer.headers.get("Last-Modified", "")
+        version = int(size[1]), answer.headers.get("ETag", answer.headers.get("Last-Modified", ""))
         if self.versions.setdefault(file, version) != version:
             raise CheckpointError(f"{url}: the file changed while it was being read")
 
     def _path(self, part):
-        """Where a piece is kept; None if it is not."""
+        """Where a part is kept; None if it is not."""
         file, start, end = part
         if not self.cache or not self.versions[file][1]:
             return None
@@ -2011,10 +2009,16 @@ class Web:
 
     def _kept(self, part):
         path, length = self._path(part), part[2] - part[1]
-        if path and os.path.isfile(path):
+        if path and os.path.isfile(path) and os.path.getsize(path) == length:
             with open(path, "rb") as file:
-                data = file.read(length + 1)
-            return data if len(data) == length else None
+                return file.read()
+        return None
+
+    def _keep(self, part, body):
+        if path := self._path(part):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with replacing(path) as file:
+                file.write(body)
 
 
 def files_of(place, cache=None):
@@ -2024,37 +2028,47 @@ def files_of(place, cache=None):
     return Web(place, cache) if re.match(r"(?i)https?://", str(place)) else Folder(place)
 
 
+def released_names(names, file):
+    """Stored name -> released name: the prefix `language_model.` is added if all lack it."""
+    bare = next((n for n in names if n.startswith(("model.", "lm_head."))), None)
+    full = next((n for n in names if n.startswith("language_model.")), None)
+    if bare and full:
+        raise CheckpointError(f"{file}: tensors {show(bare)} and {show(full)} mix two prefixes")
+    return {name: "language_model." * name.startswith(("model.", "lm_head.")) + name
+            for name in names}
+
+
 class Checkpoint:
     """Tensors of a folder or an http(s) base URL, by name, none read before it is asked for.
 
-    An index wins over a single model.safetensors. Names that start with `model.` or `lm_head.`
-    get the released prefix `language_model.`. Every shard that the index names must be there,
-    unless index_only; its header is read, and held against the index, when first needed.
+    An index wins over a single model.safetensors. Names are the released ones (released_names).
+    Every shard that the index names must be there, unless index_only; its header is read, and held
+    against the index, when first needed.
     shard_of: name -> shard; total_size: what the index says; bytes_read: of tensors, so far.
     Anything malformed raises CheckpointError with the file and the tensor.
 
-    _promised  shard -> names it must hold by the index; None: whatever its header says
     _unread    shard -> (length, first 8 bytes), until its header is read
     _infos     name -> TensorInfo, of the headers read so far
     """
 
     def __init__(self, path_or_url, cache=None, index_only=False):
         self.place = str(path_or_url).rstrip("/") or str(path_or_url)
-        self.files = files_of(self.place, cache)
-        self.bytes_read, self.total_size, self._config, self._infos = 0, None, None, {}
+        self.files, self.index_only = files_of(self.place, cache), index_only
+        self.bytes_read, self.total_size, self._infos = 0, None, {}
         raw = self.files.whole(INDEX)
-        self._promised = {SINGLE: None} if raw is None else {}
-        if raw is not None:
-            self._read_index(parse_json(raw, INDEX))
-        elif index_only:
+        if raw is None and index_only:
             raise CheckpointError(f"{self.place}: there is no {INDEX}")
+        self.shard_of = {} if raw is None else self._read_index(parse_json(raw, INDEX))
+        self._names_of = {} if self.shard_of else {SINGLE: None}    # None: whatever the header says
+        for name, shard in self.shard_of.items():
+            self._names_of.setdefault(shard, set()).add(name)
         self._unread = {} if index_only else self._find_shards()
         if raw is None:
-            self._load([SINGLE])
-            self.shard_of = dict.fromkeys(self._infos, SINGLE)
+            self.shard_of = dict.fromkeys(self.tensors, SINGLE)
         self._check_packed()
 
     def _read_index(self, index):
+        """shard_of, by the index."""
         names, notes = index.get("weight_map"), index.get("metadata", {})
         if type(names) is not dict or not names or type(notes) is not dict:
             raise CheckpointError(f"{INDEX}: wanted objects weight_map, not empty, and metadata")
@@ -2065,13 +2079,11 @@ class Checkpoint:
             if type(shard) is not str or not re.fullmatch(r"(?a)[\w-][\w.-]*\.safetensors", shard):
                 raise tensor_error(INDEX, name, f": {show(shard)} is not a .safetensors file of "
                                    "the same folder")
-            self._promised.setdefault(shard, set()).add(name)
-        self._set_prefix(names, INDEX)
-        self.shard_of = {self._full(name): shard for name, shard in names.items()}
+        return {name: names[stored] for stored, name in released_names(names, INDEX).items()}
 
     def _find_shards(self):
         """_unread of all shards; refused if one is absent."""
-        heads = self.files.heads(list(self._promised))
+        heads = self.files.heads(list(self._names_of))
         absent = sorted(shard for shard, head in heads.items() if head is None)
         if absent == [SINGLE]:
             raise CheckpointError(f"{self.place}: there is neither an index nor a {SINGLE}")
@@ -2080,55 +2092,38 @@ class Checkpoint:
                                   f"index names are absent: {', '.join(absent)}")
         return heads
 
-    def _set_prefix(self, names, file):
-        bare = next((n for n in names if n.startswith(("model.", "lm_head."))), None)
-        full = next((n for n in names if n.startswith("language_model.")), None)
-        if bare and full:
-            raise CheckpointError(f"{file}: tensors {show(bare)} and {show(full)} mix two prefixes")
-        self._prefix = "language_model." if bare else ""
-
-    def _full(self, name):
-        """The released name of a stored one."""
-        return self._prefix + name if name.startswith(("model.", "lm_head.")) else name
-
     def _check_packed(self):
         """Packed or not is decided by the stored names alone; an undecidable one is refused."""
         for name, shard in self.shard_of.items():
-            if not name.endswith((".weight_packed", ".weight_scale")):
-                continue
             stem, _, part = name.rpartition("_")
-            other = f"{stem}_{'scale' if part == 'packed' else 'packed'}"
-            if other not in self.shard_of or stem in self.shard_of:
-                raise tensor_error(shard, name, ": wanted weight_packed and weight_scale together, "
-                                   "or weight alone")
+            if stem.endswith(".weight") and part in ("packed", "scale"):
+                both = {f"{stem}_packed", f"{stem}_scale"} <= self.shard_of.keys()
+                if not both or stem in self.shard_of:
+                    raise tensor_error(shard, name, ": wanted weight_packed and weight_scale "
+                                       "together, or weight alone")
 
     def _load(self, shards):
         """Read the headers of these shards, side by side, and hold them against the index."""
-        spans = [header_span(shard, *self._unread[shard]) for shard in shards]
-        for shard, raw in zip(shards, self.files.read(spans)):
-            infos = parse_header(raw, self._unread[shard][0], shard)
-            promised = self._promised[shard]
-            if promised is None:
-                self._set_prefix(infos, shard)
-            elif infos.keys() != promised:
+        for shard, stored in read_headers(self.files, {s: self._unread[s] for s in shards}):
+            infos = {name: stored[s] for s, name in released_names(stored, shard).items()}
+            promised = self._names_of[shard]
+            if promised is not None and infos.keys() != promised:
                 name = min(infos.keys() ^ promised)
                 place = "header" if name in infos else "index"
                 raise tensor_error(shard, name, f" is only in the {place}")
-            self._infos.update((self._full(name), info) for name, info in infos.items())
+            self._infos.update(infos)
             del self._unread[shard]
 
-    @property
+    @functools.cached_property
     def config(self):
         """config.json as a K3Config."""
-        if self._config is None:
-            raw = self.files.whole(CONFIG)
-            if raw is None:
-                raise CheckpointError(f"{self.place}: there is no {CONFIG}")
-            try:
-                self._config = K3Config.from_json(parse_json(raw, CONFIG))
-            except ValueError as error:
-                raise CheckpointError(f"{self.place}/{CONFIG}: {error}") from None
-        return self._config
+        raw = self.files.whole(CONFIG)
+        if raw is None:
+            raise CheckpointError(f"{self.place}: there is no {CONFIG}")
+        try:
+            return K3Config.from_json(parse_json(raw, CONFIG))
+        except ValueError as error:
+            raise CheckpointError(f"{self.place}/{CONFIG}: {error}") from None
 
     @property
     def tensors(self):
@@ -2156,12 +2151,12 @@ class Checkpoint:
         return [f"{name}_packed", f"{name}_scale"] if packed else [name]
 
     def fetch(self, names):
-        """stored name -> tensor as stored, for many at once; local ones are views."""
-        infos = {name: self.info(name) for name in names}
-        spans = [(info.shard, *info.span) for info in infos.values()]
-        self.bytes_read += sum(end - start for _, start, end in spans)
-        return {name: as_tensor(buffer, name, info)
-                for (name, info), buffer in zip(infos.items(), self.files.read(spans))}
+        """stored name -> tensor as stored, for many at once."""
+        return self._read({name: self.info(name) for name in names})
+
+    def _read(self, infos):
+        self.bytes_read += sum(info.span[1] - info.span[0] for info in infos.values())
+        return read_tensors(self.files, infos)
 
     def unpack(self, fetched, name, dtype=None):
         """A weight out of what fetch(stored(name)) gave, MXFP4 decoded (to fp32 by default)."""
@@ -2183,16 +2178,13 @@ class Checkpoint:
         if len(info.shape) != 2 or not all(0 <= i < info.shape[0] for i in index):
             raise tensor_error(info.shard, name, f" of shape {list(info.shape)} lacks rows "
                                "asked for")
-        dtype = DTYPES[info.dtype]
-        width, base = info.shape[1] * dtype.itemsize, info.span[0]
-        spans = {i: (base + i * width, base + (i + 1) * width) for i in index}         # each once
-        self.bytes_read += width * len(spans)
-        buffers = self.files.read([(info.shard, *span) for span in spans.values()])
-        rows = {i: as_tensor(buffer, name, info._replace(shape=info.shape[1:], span=spans[i]))
-                for i, buffer in zip(spans, buffers)}
-        if not rows:
-            return torch.empty(0, info.shape[1], dtype=dtype)
-        return torch.stack([rows[i] for i in index])
+        dtype, (_, columns), base = DTYPES[info.dtype], info.shape, info.span[0]
+        width = columns * dtype.itemsize
+        rows = self._read({i: info._replace(shape=(columns,), span=(base + i * width,
+                                                                    base + (i + 1) * width))
+                           for i in index})                    # each once
+        return torch.stack([rows[i] for i in index]) if rows else torch.empty(0, columns,
+                                                                              dtype=dtype)
 
     def verify(self):
         """What differs from what the config wants, a line each; an empty list is good.
@@ -2205,36 +2197,35 @@ class Checkpoint:
         count, one_file = max(item[3] for item in items), set(self.shard_of.values()) == {SINGLE}
         wanted = {name: (shape, dtype, SINGLE if one_file else SHARD.format(shard, count))
                   for name, shape, dtype, shard, *_ in items}
-        index_only = not self._infos and not self._unread
         heads = (self.config.linear_num_heads,)
-        for name in [] if index_only else wanted.keys() & self.tensors.keys():
+        for name in wanted.keys() & self.tensors.keys():
             if name.endswith("A_log") and self.tensors[name].shape == heads:
                 wanted[name] = (heads, *wanted[name][1:])      # without its padding: as good
-        return compare_inventory(wanted, self, index_only)
+        return compare_inventory(wanted, self)
 
 
-def compare_inventory(expected, checkpoint, index_only=False):
+def compare_inventory(expected, checkpoint):
     """Differences between what a config promises and what is stored, one line each.
 
-    expected  name -> (shape, dtype as in DTYPES, shard or None for any); with index_only shapes
-              and dtypes only serve for the total size, since no header is read
+    expected  name -> (shape, dtype as in DTYPES, shard or None for any); shapes and dtypes of a
+              checkpoint opened with index_only only serve for the total size
     """
-    found, lines = checkpoint.shard_of if index_only else checkpoint.tensors, []
+    shard_of, infos, lines = checkpoint.shard_of, checkpoint.tensors, []
     for name, (shape, dtype, shard) in expected.items():
-        if name not in found:
+        if name not in shard_of:
             lines.append(f"missing: {name}")
             continue
-        if not index_only and found[name].shape != tuple(shape):
-            lines.append(f"shape: {name} has {list(found[name].shape)}, wanted {list(shape)}")
-        if not index_only and found[name].dtype != dtype:
-            lines.append(f"dtype: {name} has {found[name].dtype}, wanted {dtype}")
-        if shard not in (None, checkpoint.shard_of[name]):
-            lines.append(f"shard: {name} is in {checkpoint.shard_of[name]}, wanted {shard}")
-    lines += [f"extra: {n} in {checkpoint.shard_of[n]}" for n in found if n not in expected]
-    if index_only:
-        total = sum(math.prod(s) * DTYPES[dtype].itemsize for s, dtype, _ in expected.values())
-    else:
-        total = sum(info.span[1] - info.span[0] for info in found.values())
+        info = infos.get(name)
+        if info and info.shape != tuple(shape):
+            lines.append(f"shape: {name} has {list(info.shape)}, wanted {list(shape)}")
+        if info and info.dtype != dtype:
+            lines.append(f"dtype: {name} has {info.dtype}, wanted {dtype}")
+        if shard not in (None, shard_of[name]):
+            lines.append(f"shard: {name} is in {shard_of[name]}, wanted {shard}")
+    lines += [f"extra: {name} in {shard_of[name]}" for name in shard_of if name not in expected]
+    kinds = expected.values() if checkpoint.index_only else [
+        (info.shape, info.dtype, None) for info in infos.values()]
+    total = sum(math.prod(shape) * DTYPES[dtype].itemsize for shape, dtype, _ in kinds)
     if checkpoint.total_size not in (None, total):
         lines.append(f"total size: {checkpoint.total_size:,} in the index, {total:,} in tensors")
     return lines
@@ -2271,11 +2262,12 @@ def write_safetensors(path, tensors):
     header, at = {"__metadata__": {"format": "pt"}}, 0
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     for name in order:
-        dtype, shape, start = tensors[name].dtype, list(tensors[name].shape), at
-        if dtype not in DTYPE_NAMES:
-            raise tensor_error(path, name, f": {dtype} cannot be stored")
-        at += math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [start, at]}
+        t, start = tensors[name], at
+        if t.dtype not in DTYPE_NAMES:
+            raise tensor_error(path, name, f": {t.dtype} cannot be stored")
+        at += t.nbytes
+        header[name] = {"dtype": DTYPE_NAMES[t.dtype], "shape": list(t.shape),
+                        "data_offsets": [start, at]}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     with replacing(path) as file:
@@ -2292,13 +2284,9 @@ def write_checkpoint(folder, shards, config, files=None):
     config  dict for config.json; files: further name -> bytes, such as the tokenizer's
     Everything goes to FOLDER.partial; then FOLDER becomes FOLDER.old, FOLDER.partial becomes
     FOLDER, and FOLDER.old goes. A kill between the renames leaves both whole, and the next save
-    starts by undoing the first. Returns the bytes of all tensors.
+    starts by undoing the first.
     Refused: a folder that holds anything but a checkpoint, for it would be lost.
     """
-    for name in files or ():
-        if os.path.basename(name) != name or name in ("", ".", "..", CONFIG, INDEX):
-            raise CheckpointError(f"{folder}: {show(name)} is not the name of a further file of "
-                                  "this folder")
     folder = os.path.realpath(folder)
     files = {CONFIG: json.dumps(config, indent=2).encode(), **(files or {})}
     new, old = folder + ".partial", folder + ".old"
@@ -2310,33 +2298,31 @@ def write_checkpoint(folder, shards, config, files=None):
         shutil.rmtree(place, ignore_errors=True)
     os.makedirs(new)
     try:
-        total = write_files(new, shards, files)
+        write_files(new, shards, files)
         if os.path.isdir(folder):
             os.rename(folder, old)
         os.rename(new, folder)
     finally:
         shutil.rmtree(new, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
-    return total
 
 
 def write_files(folder, shards, files):
-    """The shards, then the other files and the index; returns the bytes of all tensors."""
-    weight_map, total, count = {}, 0, 0
+    """The shards, then the other files and the index."""
+    shard_of, total, count = {}, 0, 0
     for count, tensors in enumerate(shards, 1):
-        if twice := weight_map.keys() & tensors.keys():
+        if twice := shard_of.keys() & tensors.keys():
             raise tensor_error(folder, min(twice), " is in two shards")
-        weight_map.update(dict.fromkeys(tensors, count))
+        shard_of.update(dict.fromkeys(tensors, count))
         total += sum(tensor.nbytes for tensor in tensors.values())
         write_safetensors(os.path.join(folder, SHARD.format(count, 0)), tensors)
     for i in range(1, count + 1):                  # how many there are is known only now
         os.rename(*(os.path.join(folder, SHARD.format(i, of)) for of in (0, count)))
-    weight_map = {name: SHARD.format(i, count) for name, i in weight_map.items()}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    index = {"metadata": {"total_size": total},
+             "weight_map": {name: SHARD.format(i, count) for name, i in shard_of.items()}}
     for name, data in {**files, INDEX: json.dumps(index, indent=2).encode()}.items():
         with replacing(os.path.join(folder, name)) as file:
             file.write(data)
-    return total
 
 
 def refuse_strangers(folder, files):
@@ -2371,16 +2357,15 @@ def inventory(config, experts="mxfp4"):
         layer = re.match(r"language_model\.model\.layers\.(\d+)\.", source)
         shard = (int(layer[1]) + 1 if layer else n + 2 if source.startswith("mm_projector") else
                  n + 3 if source.startswith("vision_tower") else n + 1)
-        shape = tuple(t.shape)
         prefix, dot, w = source.rpartition(".experts.")
         if not dot:
-            if source.endswith("A_log"):
-                shape = (max(128, len(t)),)            # zeros fill it up
+            shape = (max(128, len(t)),) if source.endswith("A_log") else tuple(t.shape)   # padded
             stored = "F32" if source.endswith(STORED_F32) else dtype
             yield source, shape, stored, shard, source, None
             continue
-        for e in range(shape[0]):
-            name, (out, width) = expert_name(prefix, e, w), shape[1:]
+        count, out, width = t.shape
+        for e in range(count):
+            name = expert_name(prefix, e, w)
             if experts == "mxfp4":
                 yield f"{name}_packed", (out, width // 2), "U8", shard, source, e
                 yield f"{name}_scale", (out, width // 32), "U8", shard, source, e
@@ -2393,6 +2378,19 @@ def expert_name(prefix, e, w):
     return f"{prefix}.experts.{e}.{w}.weight"
 
 
+def check_names(checkpoint):
+    """CheckpointError unless exactly the weights that the config calls for are stored."""
+    stored = {name.removesuffix("_packed") for name in checkpoint.shard_of
+              if not name.endswith(".weight_scale")}
+    for name, *_ in inventory(checkpoint.config, "bf16"):
+        if name not in stored:
+            raise CheckpointError(f"{checkpoint.place}: there is no tensor {show(name)}")
+        stored.remove(name)
+    if stored:
+        raise CheckpointError(f"{checkpoint.place}: {len(stored)} tensors that the config does not "
+                              f"call for, the first {show(min(stored))}")
+
+
 def load_model(path, dtype=torch.float32, device="cpu"):
     """The model of a checkpoint (folder, URL or Checkpoint), all weights in memory, in eval mode.
 
@@ -2402,49 +2400,41 @@ def load_model(path, dtype=torch.float32, device="cpu"):
     if not dtype.is_floating_point:
         raise ValueError(f"{dtype} cannot hold weights")
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    check_names(checkpoint)
     with torch.device("meta"):
         model = K3(checkpoint.config)
-    read = Reader(checkpoint, dtype, device)
-    weights = {name: read(name, t.shape) for name, t in model.state_dict().items()}
-    model.load_state_dict(weights, assign=True)
-    if left := sorted(checkpoint.shard_of.keys() - read.used):
-        raise CheckpointError(f"{checkpoint.place}: {len(left)} tensors that the config does not "
-                              f"call for, the first {show(left[0])} in "
-                              f"{checkpoint.shard_of[left[0]]}")
-    return model.eval()
+    Reader(checkpoint, dtype, device).fill(model)
+    return model
 
 
 class Reader:
-    """state_dict entries out of a checkpoint: read(name, shape) -> tensor.
-
-    dtype None keeps the stored ones. `used` keeps the stored names that were read.
-    """
+    """Weights out of a checkpoint, of the shape that the model wants; dtype None: as stored."""
 
     def __init__(self, checkpoint, dtype, device):
-        self.checkpoint, self.dtype, self.device, self.used = checkpoint, dtype, device, set()
+        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
 
-    def __call__(self, name, shape):
+    def fill(self, module, prefix=""):
+        """Give a module of the meta device its weights, and set it to eval mode."""
+        weights = {name: self.entry(prefix + name, t.shape)
+                   for name, t in module.state_dict().items()}
+        module.load_state_dict(weights, assign=True)
+        module.eval()
+
+    def entry(self, name, shape):
+        """One entry of a state_dict: a weight, or a stack of all experts'."""
         dtype = self.dtype
         if dtype is not None and name.endswith(HELD_F32):
             dtype = torch.promote_types(dtype, torch.float32)
         prefix, dot, w = name.rpartition(".experts.")
         if not dot:
-            return self.one(name, shape, dtype).to(self.device)
-        stack = None
-        for e in range(shape[0]):
-            t = self.one(expert_name(prefix, e, w), shape[1:], dtype)
-            if stack is None:                          # only now is the size known to be true
-                last = expert_name(prefix, shape[0] - 1, w)
-                self.checkpoint.info(self.checkpoint.stored(last)[0])
-                stack = torch.empty(*shape, dtype=t.dtype, device=self.device)
-            stack[e] = t
-        return stack
+            return self.one(name, shape, dtype)
+        return torch.stack([self.one(expert_name(prefix, e, w), shape[1:], dtype)
+                            for e in range(shape[0])])
 
     def one(self, name, shape, dtype, fetched=None):
         """One stored weight, out of `fetched` if it is there already."""
         stored = self.checkpoint.stored(name)
         info = self.checkpoint.info(stored[0])
-        self.used.update(stored)
         if len(stored) == 1 and not DTYPES[info.dtype].is_floating_point:
             raise tensor_error(info.shard, name, f" is {info.dtype}, a weight is floating point")
         fetched = self.checkpoint.fetch(stored) if fetched is None else fetched
@@ -2454,7 +2444,7 @@ class Reader:
         if name.endswith("A_log") and t.dim() == 1 and len(t) > shape[0] and not t[shape[0]:].any():
             t = t[:shape[0]]                           # 96 heads, then zeros up to 128
         self.fits(stored[0], t.shape, shape)
-        return t
+        return t.to(self.device)
 
     def fits(self, stored, found, wanted):
         """CheckpointError unless the weight has the shape that the config wants."""
@@ -2512,16 +2502,15 @@ class StoredExperts(nn.Module):
         self.shapes = {w: getattr(experts, w).shape[1:] for w in ("w1", "w3", "w2")}
 
     def forward(self, x, experts, weights):
-        chosen = experts.unique().tolist()
+        chosen, read = experts.unique().tolist(), Reader(self.checkpoint, None, x.device)
         self.touched = len(chosen)
         names = [expert_name(self.prefix, e, w) for e in chosen for w in self.shapes]
-        stored = [part for name in names for part in self.checkpoint.stored(name)]
-        fetched, read = self.checkpoint.fetch(stored), Reader(self.checkpoint, x.dtype, x.device)
-
-        def matrices(w):
-            return Lazy(lambda e: read.one(expert_name(self.prefix, e, w), self.shapes[w], x.dtype,
-                                           fetched).to(x.device))
-        return experts_loop(x, experts, weights, *map(matrices, self.shapes), self.act)
+        fetched = self.checkpoint.fetch(
+            [part for name in names for part in self.checkpoint.stored(name)])
+        matrices = (Lazy(lambda e, w=w, shape=shape: read.one(
+            expert_name(self.prefix, e, w), shape, x.dtype, fetched))
+            for w, shape in self.shapes.items())
+        return experts_loop(x, experts, weights, *matrices, self.act)
 
 
 class Lazy:
@@ -2542,59 +2531,46 @@ class StreamedK3(K3):
     time. Of the embedding only the rows asked for are read, of the routed experts only the chosen.
     Raises CheckpointError, before anything runs, for a tensor too many or too few.
     """
+    EMBED, HEAD = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
     device = None                                      # K3's property would look at a weight
 
     def __init__(self, checkpoint, dtype=torch.float32, device="cpu"):
+        check_names(checkpoint)
         with torch.device("meta"):
             super().__init__(checkpoint.config)
         self.checkpoint, self.compute_dtype, self.device = checkpoint, dtype, torch.device(device)
-        self.read = Reader(checkpoint, None, self.device)
-        wanted = {name for name in self.state_dict() if ".experts." not in name}
-        if odd := wanted ^ {name for name in checkpoint.shard_of if ".experts." not in name}:
-            problem = "there is no" if min(odd) in wanted else "the config does not call for"
-            raise CheckpointError(f"{checkpoint.place}: {problem} tensor {show(min(odd))}")
-        for name in ("model.embed_tokens", "lm_head"):
-            name, c = f"language_model.{name}.weight", self.config
+        self.read, c = Reader(checkpoint, None, self.device), self.config
+        for name in (self.EMBED, self.HEAD):
             self.read.fits(name, checkpoint.info(name).shape, (c.vocab_size, c.hidden_size))
-        text = self.language_model.model
-        for name in ("norm", "output_attn_res_norm", "output_attn_res_proj"):
-            if hasattr(text, name):
-                self.fill(getattr(text, name), f"language_model.model.{name}")
+        for name, module in self.language_model.model.named_children():
+            if name not in ("embed_tokens", "layers", "mtp"):
+                self.read.fill(module, f"language_model.model.{name}.")
         self.eval()
-
-    def fill(self, module, prefix):
-        """Give a meta module its stored weights, except routed experts."""
-        if moe := getattr(module, "block_sparse_moe", None):
-            moe.experts = StoredExperts(self.checkpoint, f"{prefix}.block_sparse_moe", moe.experts)
-        weights = {name: self.read(f"{prefix}.{name}", t.shape)
-                   for name, t in module.state_dict().items()}
-        module.load_state_dict(weights, assign=True)
-        return module.eval()
 
     def layer(self, i):
         layer = copy.deepcopy(self.language_model.model.layers[i])
-        return self.fill(layer, f"language_model.model.layers.{i}")
+        prefix = f"language_model.model.layers.{i}."
+        if moe := getattr(layer, "block_sparse_moe", None):
+            moe.experts = StoredExperts(self.checkpoint, f"{prefix}block_sparse_moe", moe.experts)
+        self.read.fill(layer, prefix)
+        return layer
 
     def embed_tokens(self, ids):
-        name = "language_model.model.embed_tokens.weight"
-        rows = self.checkpoint.rows(name, ids.flatten().tolist())
+        rows = self.checkpoint.rows(self.EMBED, ids.flatten().tolist())
         return rows.to(self.device).unflatten(0, ids.shape)
 
     def head(self, h):
         """In slices of the vocabulary: the whole matrix in fp32 would be 4.7 GB."""
-        name, V, step = "language_model.lm_head.weight", self.config.vocab_size, 16384
-        slices = (self.checkpoint.rows(name, range(a, min(a + step, V))) for a in range(0, V, step))
+        V, step = self.config.vocab_size, 16384
+        slices = (self.checkpoint.rows(self.HEAD, range(a, min(a + step, V)))
+                  for a in range(0, V, step))
         return torch.cat([F.linear(h, w.to(h.device, h.dtype)) for w in slices], -1)
 
     def encode_media(self, *args):
-        held = {name: module for name, module in self.named_children() if name != "language_model"}
-        for name, module in held.items():
-            setattr(self, name, self.fill(copy.deepcopy(module), name))
-        try:
-            return super().encode_media(*args)
-        finally:
-            for name, module in held.items():
-                setattr(self, name, module)
+        if self.config.vt_num_hidden_layers:
+            self.read.fill(self.vision_tower, "vision_tower.")
+            self.read.fill(self.mm_projector, "mm_projector.")
+        return super().encode_media(*args)
 
 
 def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float32, device="cpu",

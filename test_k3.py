@@ -1441,9 +1441,9 @@ def test_compare_inventory_finds_each_kind(folder):
         "shape", "dtype", "shard", "missing", "missing", "extra", "total size"]
     assert k3.group_findings(lines)[3] == "missing: new.1.x (and 1 alike)"
     bare = k3.Checkpoint(folder, index_only=True)
-    assert k3.compare_inventory(inventory(), bare, index_only=True) == []
+    assert k3.compare_inventory(inventory(), bare) == []
     del want["new.1.x"]
-    assert [line.split(":")[0] for line in k3.compare_inventory(want, bare, index_only=True)] == [
+    assert [line.split(":")[0] for line in k3.compare_inventory(want, bare)] == [
         "shard", "missing", "extra", "total size"]
 
 
