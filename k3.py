@@ -1818,7 +1818,7 @@ def as_tensor(buffer, name, info):
 def read_tensors(files, infos):
     """key -> tensor for key -> TensorInfo, fetched together; local ones are views."""
     buffers = files.read([(info.shard, *info.span) for info in infos.values()])
-    return {key: as_tensor(buffer, key, info) for (key, info), buffer in zip(infos.items(), buffers)}
+    return {key: as_tensor(buffer, key, infos[key]) for key, buffer in zip(infos, buffers)}
 
 
 def read_safetensors(path):
@@ -2387,8 +2387,10 @@ def check_names(checkpoint):
             raise CheckpointError(f"{checkpoint.place}: there is no tensor {show(name)}")
         stored.remove(name)
     if stored:
+        name = min(stored)
         raise CheckpointError(f"{checkpoint.place}: {len(stored)} tensors that the config does not "
-                              f"call for, the first {show(min(stored))}")
+                              f"call for, the first {show(name)} in "
+                              f"{checkpoint.shard_of[checkpoint.stored(name)[0]]}")
 
 
 def load_model(path, dtype=torch.float32, device="cpu"):
@@ -2601,19 +2603,17 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
     keep = (lambda found: None) if record is None else record.update
     with torch.no_grad():
         if A == 0:
-            ids = torch.as_tensor(input_ids, device=device)
+            ids = torch.as_tensor(input_ids)
             ids = ids.unsqueeze(0) if ids.dim() == 1 else ids
             model.check_input(ids, None)
-            s, _ = model.embed(ids, pixel_values, grid_thws, record)
-            keep({"embed": s})
-            blocks = []
+            s, _ = model.embed(ids.to(device), pixel_values, grid_thws, record)
+            known, blocks = {"embed": s}, []
+            watch(None, known, "")
         else:
             known = resume(start or {}, A, config)
-            keep(known)
             *blocks, s = (x.to(device, dtype) for x in known.values())
+        keep(known)
         check_forced(forced, s.shape[:2], config)
-        if A == 0:
-            watch(None, {"embed": s}, "")
         for i in range(A, B):
             began, read, before, note = time.time(), checkpoint.bytes_read, [*blocks, s], {}
             layer = model.layer(i)
@@ -2658,32 +2658,29 @@ def resume(tensors, A, config):
     """Recorded tensors, name -> [B, T, D]: the blocks stored before layer A, then the running sum.
 
     Every S-th layer stores the sum it finds: the embedding, or what the layer before it left.
-    Raises ValueError for one that is missing or of another shape than the first.
     """
-    S, known = config.attn_res_block_size, {}
+    S, D, known = config.attn_res_block_size, config.hidden_size, {}
     for i in [*(range(0, A, S) if S else ()), A]:
         name = "embed" if i == 0 else f"layers.{i - 1}.prefix_sum"
         if name not in tensors:
             raise ValueError(f"layers from {A} on need {name}, "
                              "which the file they start from does not hold")
         x = known[name] = tensors[name]
-        shape, D = next(iter(known.values())).shape, config.hidden_size
-        if x.dim() != 3 or x.shape != shape or x.shape[-1] != D or not x.is_floating_point():
+        shape = next(iter(known.values())).shape               # the first one's
+        if x.shape != shape or x.shape[2:] != (D,) or not x.is_floating_point():
             raise ValueError(f"{name} is {x.dtype} {list(x.shape)}, expected floats [B, T, {D}]")
     return known
 
 
 def check_forced(tensors, shape, config):
     """ValueError unless each topk_idx is [*shape, k] of different experts for each token."""
-    want, n = [*shape, config.num_experts_per_token], config.num_experts or 0
+    want, n = (*shape, config.num_experts_per_token), config.num_experts or 0
     for name, idx in tensors.items():
-        if name.endswith(".topk_idx"):
-            good = idx.dtype == torch.int64 and list(idx.shape) == want
-            if good and idx.numel():
-                good = 0 <= idx.min() and idx.max() < n and (idx.sort(-1).values.diff() > 0).all()
-            if not good:
-                raise ValueError(f"{name} to force is {idx.dtype} {list(idx.shape)}, expected "
-                                 f"int64 {want}, different experts below {n} for each token")
+        if name.endswith(".topk_idx") and not (
+                idx.dtype == torch.int64 and idx.shape == want
+                and ((idx >= 0) & (idx < n)).all() and (idx.sort(-1).values.diff() > 0).all()):
+            raise ValueError(f"{name} to force is {idx.dtype} {list(idx.shape)}, expected int64 "
+                             f"{list(want)}, different experts below {n} for each token")
 
 # ---- Text: tokenizer and chat framing ------------------------------------------------------------
 
@@ -2722,7 +2719,6 @@ class Tokenizer:
 
     def __init__(self, ranks, special):
         self.special = special
-        self.eos = special.get("[EOS]")
         self.stop = {special[name] for name in ("[EOS]", "<|end_of_msg|>") if name in special}
         self.bpe = tiktoken.Encoding("k3", pat_str=SPLIT, mergeable_ranks=ranks,
                                      special_tokens=special)
@@ -2749,12 +2745,7 @@ class Tokenizer:
 
     def stream(self, ids):
         """Text as ids come, whole characters only: bytes of an unfinished one wait for the rest."""
-        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        for i in ids:
-            if text := utf8.decode(self.token(i)):
-                yield text
-        if text := utf8.decode(b"", final=True):
-            yield text
+        return codecs.iterdecode(map(self.token, ids), "utf-8", "replace")
 
 
 def read_ranks(raw, count, where):
@@ -2763,8 +2754,6 @@ def read_ranks(raw, count, where):
     for number, line in enumerate(lines, 1):
         try:
             token, rank = line.split()
-            if not rank.isdigit():
-                raise ValueError
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError:
             raise CheckpointError(f"{where}: line {number} is not a base64 token "
@@ -2804,20 +2793,12 @@ def load_tokenizer(place):
     return Tokenizer(read_ranks(raw[0], first, TOKENIZER[0]), special)
 
 
-def byte_tokenizer(names=CONTROL):
-    """TOKENIZER files, name -> bytes, for bytes as ids 0 to 255, then names as control ids."""
-    table = {str(i): {"content": name, "special": True} for i, name in enumerate(names, 256)}
+def byte_tokenizer():
+    """TOKENIZER files, name -> bytes, for bytes as ids 0 to 255, then CONTROL's names."""
+    table = {str(i): {"content": name, "special": True} for i, name in enumerate(CONTROL, 256)}
     ranks = "".join(f"{base64.b64encode(bytes([b])).decode()} {b}\n" for b in range(256))
     config = json.dumps({"added_tokens_decoder": table}, indent=1)
     return dict(zip(TOKENIZER, (ranks.encode(), config.encode())))
-
-
-def save_byte_tokenizer(folder, names=CONTROL):
-    """Write byte_tokenizer's files."""
-    os.makedirs(folder, exist_ok=True)
-    for name, raw in byte_tokenizer(names).items():
-        with replacing(os.path.join(folder, name)) as file:
-            file.write(raw)
 
 
 def tag(tokenizer, kind, name, **attributes):
@@ -2830,8 +2811,8 @@ def tag(tokenizer, kind, name, **attributes):
 
 
 def encode_parts(tokenizer, parts):
-    """Ids of texts and of images, each given by its (w, h), one after another."""
-    return [i for part in parts for i in (
+    """Ids of a text, or of a list of texts and of images, each given by its (w, h)."""
+    return [i for part in ([parts] if isinstance(parts, str) else parts) for i in (
         tokenizer.encode(part) if isinstance(part, str) else
         tokenizer.encode(image_prompt(*part), control=True))]
 
@@ -2846,16 +2827,14 @@ def chat_prompt(tokenizer, messages, thinking=True):
         start = tag(tokenizer, "<|open|>", name, **attributes)
         return start + ids + tag(tokenizer, "<|close|>", name)
 
-    def content(parts):
-        return encode_parts(tokenizer, [parts] if isinstance(parts, str) else parts)
-
     ids = []
     for message in messages:
-        body = content(message["content"])
+        body = encode_parts(tokenizer, message["content"])
         if message["role"] == "assistant":
             body = inside("response", body)
             if thinking:                               # then always, even with nothing in it
-                body = inside("think", content(message.get("reasoning_content", ""))) + body
+                thought = encode_parts(tokenizer, message.get("reasoning_content", ""))
+                body = inside("think", thought) + body
         ids += inside("message", body, role=message["role"]) + [tokenizer.control("<|end_of_msg|>")]
     ids += tag(tokenizer, "<|open|>", "message", role="assistant")
     return ids + tag(tokenizer, "<|open|>", "think" if thinking else "response")
@@ -2881,6 +2860,14 @@ def chat_reply(tokenizer, ids, thinking=True):
         else:
             channel, edge = tokenizer.decode(name) if edge == opening else None, None
 
+def chat_text(tokenizer, ids, thinking=True):
+    """chat_reply as text to read; with thinking, each channel below its name in brackets."""
+    reply = chat_reply(tokenizer, ids, thinking)
+    for n, (channel, pairs) in enumerate(groupby(reply, lambda pair: pair[0])):
+        if thinking:
+            yield "\n\n" * (n > 0) + f"[{channel}]\n"
+        yield from tokenizer.stream(i for _, i in pairs)
+
 # ---- Text out ------------------------------------------------------------------------------------
 
 
@@ -2895,7 +2882,7 @@ def sample(logits, temperature, top_p, generator):
     if temperature == 0:
         return int(logits.argmax())
     p, order = (logits.double() / temperature).softmax(-1).sort(descending=True)
-    p = torch.where(p.cumsum(-1) - p < top_p, p, torch.zeros_like(p))
+    p = torch.where(p.cumsum(-1) - p < top_p, p, 0)
     return int(order[torch.multinomial(p.cpu(), 1, generator=generator)])
 
 
@@ -2968,16 +2955,16 @@ def generate_ids(model, ids, max_new_tokens, temperature=0.0, top_p=1.0, seed=0,
 
 
 def generate(model, tokenizer, prompt, max_new_tokens=256, temperature=0.0, top_p=1.0, seed=0,
-             **media):
+             read=Tokenizer.stream, **media):
     """Text that continues `prompt` (text, or chat_prompt's ids), in whole characters as it comes.
 
-    Ends at the tokenizer's or the config's end token, or after max_new_tokens. media: pixel_values,
-    grid_thws. Raises ValueError as generate_ids does.
+    Ends at the tokenizer's or the config's end token, or after max_new_tokens. read(tokenizer, ids)
+    makes the text; media: pixel_values, grid_thws. Raises ValueError as generate_ids does.
     """
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     stop = {*tokenizer.stop, model.config.eos_token_id}
     ids = generate_ids(model, ids, max_new_tokens, temperature, top_p, seed, stop, **media)
-    yield from tokenizer.stream(ids)
+    yield from read(tokenizer, ids)
 
 # ---- Figures: drawn, and their numbers computed, by the functions above --------------------------
 
@@ -3120,18 +3107,17 @@ def parameter_table(config):
 
     with torch.device("meta"):
         model = K3(config)
-    c, text, parts, layers = config, model.language_model.model, {}, {}
+    c, text, layers = config, model.language_model.model, {}
+    parts = dict.fromkeys(("gated MLA", "KDA", "latent MoE", "dense MLP"))
     for layer in text.layers:
-        moe = getattr(layer, "block_sparse_moe", None)
-        parts["gated MLA" if isinstance(layer.self_attn, MLA) else "KDA"] = layer.self_attn
+        attn, moe = layer.self_attn, getattr(layer, "block_sparse_moe", None)
+        parts["gated MLA" if isinstance(attn, MLA) else "KDA"] = attn
         parts["dense MLP" if moe is None else "latent MoE"] = layer.mlp if moe is None else moe
-        kind = f"{type(layer.self_attn).__name__} + {'dense' if moe is None else 'MoE'}"
+        kind = f"{type(attn).__name__} + {'dense' if moe is None else 'MoE'}"
         layers.setdefault(kind, []).append(layer)
     table = {"vocabulary embedding": size(text.embed_tokens),
-             "output head": size(model.language_model.lm_head)}
-    for name in ("gated MLA", "KDA", "latent MoE", "dense MLP"):
-        if name in parts:
-            table[name] = size(parts[name])
+             "output head": size(model.language_model.lm_head),
+             **{name: size(part) for name, part in parts.items() if part is not None}}
     if c.attn_res_block_size is not None:
         table["each AttnRes mix"] = 2 * c.hidden_size
     table["each layer RMSNorm"] = c.hidden_size
@@ -3187,44 +3173,40 @@ class TraceReport:
     def __call__(self, i, note, line):
         if line:
             print(line, flush=True)
-        prefix = "" if i is None else f"layers.{i}."
         for name in note:
-            if prefix + name in self.reference:
-                self.compare(prefix + name, note, name)
+            full = name if i is None else f"layers.{i}.{name}"
+            if full in self.reference:
+                good, text = self.compare(note, name, self.reference[full])
+                print(f"  {'ok  ' if good else 'DIFF'} {full:28s} {text}", flush=True)
+                self.seen += 1
+                self.bad += [] if good else [full]
 
-    def compare(self, full, note, name):
-        got, want = note[name].cpu(), self.reference[full]
+    def compare(self, note, name, want):
+        """Whether a tensor agrees, and how far it is off."""
+        got = note[name].cpu()
         if got.dim() == want.dim() and got.shape[2:] == want.shape[2:]:
             common = tuple(map(slice, map(min, got.shape, want.shape)))
             got, want = got[common], want[common]      # a file may hold the first positions only
-        self.seen += 1
         if not want.numel():
-            self.say(full, False, "is empty in the reference, or here")
-        elif got.shape != want.shape:
-            self.say(full, False, f"has shape {list(got.shape)}, the reference {list(want.shape)}")
-        elif name == "topk_idx":
+            return False, "is empty in the reference, or here"
+        if got.shape != want.shape:
+            return False, f"has shape {list(got.shape)}, the reference {list(want.shape)}"
+        if name == "topk_idx":
             flipped = (got != want).any(-1)
-            gap = note["gap"].cpu()[tuple(map(slice, flipped.shape))][flipped]
-            near = flipped.any() and bool((gap < 1e-3).all())
             text = f"{int(flipped.sum())} of {flipped.numel()} tokens route differently"
-            text += f", by a gap of at most {gap.max():.1e}: near-ties" if near else ""
-            self.say(full, near or not flipped.any(), text)
-        else:
-            want, off = want.double(), got.double() - want.double()
-            error = (off.norm() / want.norm().clamp_min(1e-300)).item()
-            self.say(full, error <= self.rtol, f"relative error {error:.2e}, "
-                     f"largest {off.abs().max().item():.2e}")
-
-    def say(self, name, good, text):
-        print(f"  {'ok  ' if good else 'DIFF'} {name:28s} {text}", flush=True)
-        if not good:
-            self.bad.append(name)
+            gap = note["gap"].cpu()[tuple(map(slice, flipped.shape))][flipped]
+            if not len(gap) or gap.max() >= 1e-3:
+                return not len(gap), text
+            return True, f"{text}, by a gap of at most {gap.max():.1e}: near-ties"
+        want, off = want.double(), got.double() - want.double()
+        error = (off.norm() / want.norm().clamp_min(1e-300)).item()
+        return error <= self.rtol, f"relative error {error:.2e}, largest {off.abs().max():.2e}"
 
 
 def trace_command(args):
     """k3.py trace: 1 if a tensor differs from the reference."""
     checkpoint = Checkpoint(args.checkpoint, cache=args.cache)
-    start, reference = ({} if path is None else read_safetensors(path)
+    start, reference = (read_safetensors(path) if path is not None else {}
                         for path in (args.start, args.against))
     if args.force_routing and not any(name.endswith(".topk_idx") for name in reference):
         raise ValueError("--force-routing needs --against with a file that holds expert ids")
@@ -3240,11 +3222,10 @@ def trace_command(args):
         ids, media = prompt_ids(args, checkpoint, {**reference, **start})
     report, record = TraceReport(reference, args.rtol), {}
     trace(checkpoint, ids, args.layers, None if args.dump is None else record,
-          dtype=DTYPE_BY_NAME[args.dtype], device=args.device, start=start,
-          forced=reference if args.force_routing else None, kernel=args.kernel, watch=report,
-          **media)
+          dtype=getattr(torch, args.dtype), device=args.device, start=start, kernel=args.kernel,
+          forced=reference if args.force_routing else None, watch=report, **media)
     if args.dump is not None:
-        read = {} if ids is None else {"input_ids": torch.as_tensor(ids)}
+        read = {} if ids is None else {"input_ids": ids}
         write_safetensors(args.dump, {**read, **record})
     if args.against and not report.seen:
         raise ValueError(f"{args.against} holds none of the tensors that were computed")
@@ -3258,26 +3239,23 @@ def trace_command(args):
 def prompt_ids(args, checkpoint, tensors):
     """input_ids [1, T] of --ids, of --image and --text, or a file's own; and the media arguments.
 
-    Raises ValueError for ids outside the vocabulary, or a placeholder that no picture will fill.
+    Raises ValueError for a placeholder that no picture will fill.
     """
     sizes, media = open_pictures(args)
     if args.ids is not None:
         try:
             ids = [int(i) for i in args.ids.split(",")]
+            torch.tensor(ids)
         except ValueError:
             raise ValueError(f"--ids {show(args.ids)}: expected whole numbers "
                              "between commas") from None
     elif args.text is not None:
-        if not args.text:
-            raise ValueError("the text is empty")
         ids = encode_parts(load_tokenizer(checkpoint), [*sizes, args.text])
     elif "input_ids" in tensors:
         return tensors["input_ids"], media
     else:
         raise ValueError("give --text or --ids (or a reference file that holds input_ids)")
-    V, placeholder = checkpoint.config.vocab_size, checkpoint.config.media_placeholder_token_id
-    if odd := [i for i in ids if not 0 <= i < V]:
-        raise ValueError(f"token id {odd[0]} is outside the vocabulary of {V}")
+    placeholder = checkpoint.config.media_placeholder_token_id
     if not sizes and checkpoint.config.vt_num_hidden_layers and placeholder in ids:
         raise ValueError(f"id {placeholder} stands for a picture: give one with --image")
     return torch.tensor([ids]), media
@@ -3296,26 +3274,30 @@ def open_pictures(args):
 def generate_command(args):
     """k3.py generate: the text, as it comes."""
     checkpoint = Checkpoint(args.checkpoint, cache=args.cache)
-    tokenizer, dtype = load_tokenizer(checkpoint), DTYPE_BY_NAME[args.dtype]
-    if not args.prompt:
-        raise ValueError("the prompt is empty: there is nothing to continue")
+    tokenizer, read = load_tokenizer(checkpoint), Tokenizer.stream
     sizes, media = open_pictures(args)
     content = [*sizes, args.prompt]
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system else []
         messages = [*system, {"role": "user", "content": content}]
         prompt = chat_prompt(tokenizer, messages, args.think)
+        read = functools.partial(chat_text, thinking=args.think)
     else:
         prompt = encode_parts(tokenizer, content)
-    model = (StreamedK3 if args.layers_on_demand else load_model)(checkpoint, dtype, args.device)
+    model = (StreamedK3 if args.layers_on_demand else load_model)(
+        checkpoint, getattr(torch, args.dtype), args.device)
     model.kernel = args.kernel
     for text in generate(model, tokenizer, prompt, args.max_new_tokens, args.temperature,
-                         args.top_p, args.seed, **media):
+                         args.top_p, args.seed, read, **media):
         print(text, end="", flush=True)
     print()
 
 
-DTYPE_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+def some_text(text):
+    """Text that is not empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return text
 
 
 def layer_range(text):
@@ -3336,9 +3318,9 @@ def tolerance(text):
 def device(text):
     """A device that can hold values here and now."""
     try:
-        if torch.device(text).type == "meta":
-            raise RuntimeError("it holds no values")
-        return torch.zeros(1, device=text).device
+        x = torch.zeros(1, device=text)
+        x.item()                                                   # "meta" holds none
+        return x.device
     except (RuntimeError, AssertionError, ImportError) as e:       # unknown, or lacking here
         reason = str(e).splitlines()[0]
         raise argparse.ArgumentTypeError(f"{text!r} cannot be used ({reason})") from None
@@ -3376,7 +3358,8 @@ def build_parser():
         common(add)
         add("--image", action="append", metavar="F", help="a picture before the text; repeatable")
         add("--device", type=device, default="cpu", help="cpu, cuda, cuda:1, ...")
-        add("--dtype", choices=DTYPE_BY_NAME, default="float32", help="of activations")
+        add("--dtype", choices=["float32", "bfloat16", "float64"], default="float32",
+            help="of activations")
         add("--kernel", choices=["plain", "fast"], default="plain",
             help="definitions, or kernels.py")
 
@@ -3393,7 +3376,7 @@ def build_parser():
     add = command("trace", trace_command,
                   "the forward pass a layer at a time, each against a reference if there is one")
     running(add)
-    add("--text", help="text to read")
+    add("--text", type=some_text, help="text to read")
     add("--ids", help="token ids to read, between commas")
     add("--layers", type=layer_range, metavar="A:B", help="layers A to B - 1 only, from 0")
     add("--from", dest="start", metavar="F", help="recorded tensors that layer A starts from")
@@ -3404,7 +3387,7 @@ def build_parser():
         help="relative error that counts as equal (%(default)s)")
     add = command("generate", generate_command, "text that continues a prompt, as it comes")
     running(add)
-    add("--prompt", required=True)
+    add("--prompt", type=some_text, required=True)
     add("--max-new-tokens", type=int, default=256, metavar="N")
     add("--temperature", type=float, default=1.0,
         help="0 always takes the likeliest (%(default)s)")
