@@ -59,6 +59,7 @@ import urllib.request
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from collections import namedtuple
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -1713,18 +1714,14 @@ INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "co
 SHARD = "model-{:05d}-of-{:06d}.safetensors"        # five digits, then six, as released
 
 
-class TensorInfo(typing.NamedTuple):
-    """Where and as what a tensor is stored."""
-    dtype: str      # as the file spells it, a key of DTYPES
-    shape: tuple
-    shard: str
-    span: tuple     # first byte in the shard file, and one past the last
+# dtype as a key of DTYPES; span is the first byte in the shard file and one past the last
+TensorInfo = namedtuple("TensorInfo", "dtype shape shard span")
 
 
 def show(value):
     """repr, cut to a length that a sentence can hold."""
     text = repr(value)
-    return text if len(text) <= 160 else text[:150] + "..." + text[-1]
+    return text if len(text) <= 160 else f"{text[:150]}...{text[-1]}"
 
 
 def tensor_error(file, name, problem):
@@ -1760,10 +1757,9 @@ def read_headers(files, heads):
 
 
 def parse_header(raw, size, shard):
-    """Tensors of one safetensors file, name -> TensorInfo, from its JSON header and its length.
+    """name -> TensorInfo of a safetensors file, from its JSON header and its length.
 
-    The tensors must tile the rest of the file, so that an overlap, a gap, a shifted header or a
-    cut file is refused. Nothing is allocated by what the header says.
+    The tensors must tile the rest of the file; nothing is allocated by what the header says.
     """
     entries = parse_json(raw, f"{shard}: header")
     notes = entries.pop("__metadata__", {})
@@ -1810,8 +1806,6 @@ def as_tensor(buffer, name, info):
         return torch.empty(info.shape, dtype=dtype)
     flat = torch.frombuffer(buffer, dtype=torch.uint8)
     flat = flat.clone() if flat.data_ptr() % dtype.itemsize else flat
-    if dtype == torch.bool and flat.max() > 1:
-        raise tensor_error(info.shard, name, ": a BOOL byte is neither 0 nor 1")
     return flat.view(dtype).view(info.shape)
 
 
@@ -1845,16 +1839,15 @@ class Folder:
         """All bytes of a small file, None if it is absent; NAME.gz will do as well."""
         path = os.path.join(self.path, name)
         for path, reader in ((path, open), (f"{path}.gz", gzip.open)):
-            if not os.path.isfile(path):
-                continue
-            try:
-                with reader(path, "rb") as file:
-                    raw = file.read(MAX_JSON + 1)
-            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                raise CheckpointError(f"{path}: damaged gzip ({error})") from None
-            if len(raw) > MAX_JSON:
-                raise CheckpointError(f"{path}: over {MAX_JSON:,} bytes")
-            return raw
+            if os.path.isfile(path):
+                try:
+                    with reader(path, "rb") as file:
+                        raw = file.read(MAX_JSON + 1)
+                except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                    raise CheckpointError(f"{path}: damaged gzip ({error})") from None
+                if len(raw) > MAX_JSON:
+                    raise CheckpointError(f"{path}: over {MAX_JSON:,} bytes")
+                return raw
         return None
 
     def heads(self, files):
@@ -1928,15 +1921,11 @@ class Web:
             return {f: head and (self.versions[f][0], head) for f, head in zip(files, heads)}
 
     def read(self, spans):
-        parts = [[(file, at, min(at + self.PIECE, end)) for at in range(start, end, self.PIECE)]
-                 for file, start, end in spans]
-        bodies = {part: self._kept(part) for part in sum(parts, [])}
-        self._download(bodies)
-        return [bytearray().join(bodies.pop(part) for part in some) for some in parts]
-
-    def _download(self, bodies):
-        """Fill in the parts that are None; a progress line each second on stderr."""
-        groups = touching([part for part, body in bodies.items() if body is None], self.PIECE)
+        """Large spans in parts, touching parts in one request; a progress line on stderr."""
+        cuts = [[(file, at, min(at + self.PIECE, end)) for at in range(start, end, self.PIECE)]
+                for file, start, end in spans]
+        parts = {part: self._kept(part) for part in sum(cuts, [])}
+        groups = touching([part for part, body in parts.items() if body is None], self.PIECE)
         began, told, done = time.time(), time.time(), 0
         with ThreadPoolExecutor(self.IN_FLIGHT) as pool:
             answers = pool.map(lambda group: self._get(*group[0][:2], group[-1][2]), groups)
@@ -1945,12 +1934,14 @@ class Web:
                     raise CheckpointError(f"{self.base}/{group[0][0]}: it is gone")
                 for part in group:
                     start, end = (at - group[0][1] for at in part[1:])
-                    bodies[part] = answer[start:end]
-                    self._keep(part, bodies[part])
+                    parts[part] = answer[start:end]
+                    self._keep(part, parts[part])
                 done, now = done + len(answer), time.time()
                 if now - told > 1:
                     told, speed = now, done / 1e6 / (now - began)
-                    print(f"{done / 1e6:,.0f} MB at {speed:,.1f} MB/s", end="\r", file=sys.stderr)
+                    print(f"{done / 1e6:,.0f} MB at {speed:,.1f} MB/s", end="\r", file=sys.stderr,
+                          flush=True)
+        return [bytearray().join(parts.pop(part) for part in some) for some in cuts]
 
     def _get(self, file, start=0, end=None):
         """Bytes start to end of a file, or all of it; None if there is no such file."""
@@ -1959,13 +1950,11 @@ class Web:
             time.sleep(self.PAUSE * 2 ** failed if failed else 0)
             try:
                 return self._ask(url, file, start, end)
-            except http.client.InvalidURL as error:
-                raise CheckpointError(f"{url}: {error}") from None
             except (OSError, http.client.HTTPException) as error:
                 status, problem = getattr(error, "code", 500), error
             if status in (404, 410):
                 return None
-            if status < 500 and status not in (408, 429):
+            if status < 500 and status not in (408, 429) or type(problem) is http.client.InvalidURL:
                 break
         raise CheckpointError(f"{url}: {problem}")
 
@@ -1991,11 +1980,11 @@ class Web:
     def _check_range(self, url, file, wanted, answer):
         if answer.status != 206:
             raise CheckpointError(f"{url}: asked for {wanted}, but the server ignores byte ranges")
-        found = answer.headers.get("Content-Range", "")
-        size = re.fullmatch(re.escape(wanted) + r"/([0-9]{1,18})", found)
-        if size is None:
-            raise CheckpointError(f"{url}: asked for {wanted}, got {show(found)}")
-        version = int(size[1]), answer.headers.get("ETag", answer.headers.get("Last-Modified", ""))
+        headers = answer.headers
+        found = re.fullmatch(r"(.*)/([0-9]{1,18})", headers.get("Content-Range", ""))
+        if not found or found[1] != wanted:
+            raise CheckpointError(f"{url}: asked for {wanted}, got {show(found and found[0])}")
+        version = int(found[2]), headers.get("ETag") or headers.get("Last-Modified", "")
         if self.versions.setdefault(file, version) != version:
             raise CheckpointError(f"{url}: the file changed while it was being read")
 
@@ -2041,14 +2030,13 @@ def released_names(names, file):
 class Checkpoint:
     """Tensors of a folder or an http(s) base URL, by name, none read before it is asked for.
 
-    An index wins over a single model.safetensors. Names are the released ones (released_names).
-    Every shard that the index names must be there, unless index_only; its header is read, and held
-    against the index, when first needed.
-    shard_of: name -> shard; total_size: what the index says; bytes_read: of tensors, so far.
+    An index wins over a single model.safetensors. Every shard that it names must be there, unless
+    index_only; a shard's header is read, and held against the index, when first needed.
+    shard_of    released name -> shard
+    total_size  what the index says; bytes_read: of tensors, so far
+    _unread     shard -> (length, first 8 bytes), until its header is read
+    _infos      name -> TensorInfo, of the headers read so far
     Anything malformed raises CheckpointError with the file and the tensor.
-
-    _unread    shard -> (length, first 8 bytes), until its header is read
-    _infos     name -> TensorInfo, of the headers read so far
     """
 
     def __init__(self, path_or_url, cache=None, index_only=False):
@@ -2106,11 +2094,10 @@ class Checkpoint:
         """Read the headers of these shards, side by side, and hold them against the index."""
         for shard, stored in read_headers(self.files, {s: self._unread[s] for s in shards}):
             infos = {name: stored[s] for s, name in released_names(stored, shard).items()}
-            promised = self._names_of[shard]
-            if promised is not None and infos.keys() != promised:
-                name = min(infos.keys() ^ promised)
-                place = "header" if name in infos else "index"
-                raise tensor_error(shard, name, f" is only in the {place}")
+            promised = self._names_of[shard] or infos.keys()
+            if odd := infos.keys() ^ promised:
+                place = "index" if min(odd) in promised else "header"
+                raise tensor_error(shard, min(odd), f" is only in the {place}")
             self._infos.update(infos)
             del self._unread[shard]
 
@@ -2176,15 +2163,12 @@ class Checkpoint:
         """Rows `index` of a matrix as stored; over a network only these are read."""
         info = self.info(name)
         if len(info.shape) != 2 or not all(0 <= i < info.shape[0] for i in index):
-            raise tensor_error(info.shard, name, f" of shape {list(info.shape)} lacks rows "
-                               "asked for")
-        dtype, (_, columns), base = DTYPES[info.dtype], info.shape, info.span[0]
+            raise tensor_error(info.shard, name, f" of shape {list(info.shape)} lacks a row")
+        dtype, columns, base = DTYPES[info.dtype], info.shape[1], info.span[0]
         width = columns * dtype.itemsize
-        rows = self._read({i: info._replace(shape=(columns,), span=(base + i * width,
-                                                                    base + (i + 1) * width))
-                           for i in index})                    # each once
-        return torch.stack([rows[i] for i in index]) if rows else torch.empty(0, columns,
-                                                                              dtype=dtype)
+        rows = self._read({i: info._replace(
+            shape=(1, columns), span=(base + i * width, base + (i + 1) * width)) for i in index})
+        return torch.cat([torch.empty(0, columns, dtype=dtype), *(rows[i] for i in index)])
 
     def verify(self):
         """What differs from what the config wants, a line each; an empty list is good.
@@ -2283,9 +2267,7 @@ def write_checkpoint(folder, shards, config, files=None):
     shards  iterable of dicts name -> tensor; a generator keeps one shard in memory at a time
     config  dict for config.json; files: further name -> bytes, such as the tokenizer's
     Everything goes to FOLDER.partial; then FOLDER becomes FOLDER.old, FOLDER.partial becomes
-    FOLDER, and FOLDER.old goes. A kill between the renames leaves both whole, and the next save
-    starts by undoing the first.
-    Refused: a folder that holds anything but a checkpoint, for it would be lost.
+    FOLDER, and FOLDER.old goes. After a kill between the renames the next save undoes the first.
     """
     folder = os.path.realpath(folder)
     files = {CONFIG: json.dumps(config, indent=2).encode(), **(files or {})}
@@ -2326,7 +2308,7 @@ def write_files(folder, shards, files):
 
 
 def refuse_strangers(folder, files):
-    """A folder is replaced only if it holds nothing but what a checkpoint consists of."""
+    """A folder is replaced only if all that it holds, and would lose, is a checkpoint's."""
     for name in os.listdir(folder) if os.path.exists(folder) else []:
         plain = re.sub(r"\.\d+-\d+\.tmp$", "", name)           # what a killed save left
         shard = re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", plain)
@@ -2340,9 +2322,7 @@ HELD_F32 = (*STORED_F32, "block_sparse_moe.gate.weight")       # what Module.fp3
 
 
 def inventory(config, experts="mxfp4"):
-    """Every tensor of a checkpoint in the released layout, from the config alone: a generator of
-
-        name, shape, dtype, shard, source, e
+    """(name, shape, dtype, shard, source, e) of every tensor in the released layout, one by one.
 
     source is the state_dict entry it comes from, e the expert within it or None. Shard i + 1 holds
     layer i whole, then come one with the embedding, the head and the final norms, the projector's
@@ -2451,19 +2431,18 @@ class Reader:
     def fits(self, stored, found, wanted):
         """CheckpointError unless the weight has the shape that the config wants."""
         if found != wanted:
-            shard, zeros = self.checkpoint.shard_of[stored], " and zeros" * stored.endswith("A_log")
-            raise tensor_error(shard, stored, f" gives {list(found)}, the config wants "
-                               f"{list(wanted)}{zeros}")
+            wanted = f"{list(wanted)}{' and zeros' * stored.endswith('A_log')}"
+            raise tensor_error(self.checkpoint.shard_of[stored], stored,
+                               f" gives {list(found)}, the config wants {wanted}")
 
 
 def save_checkpoint(model, folder, experts="mxfp4", files=None):
-    """Write the model in the released layout: shards, index, config.json; dtypes of `inventory`.
+    """Write the model as a checkpoint in the released layout, with the dtypes of `inventory`.
 
     experts  "mxfp4": routed experts rounded to MXFP4 (loaded ones come out as they were);
              "bf16": kept as BF16
-    files    further name -> bytes to put beside them, such as the tokenizer's
-    The folder's old checkpoint is replaced only when the new one is whole. Raises CheckpointError
-    if it cannot be written, ValueError for weights MXFP4 cannot hold.
+    config.json is the model's; files, and what happens to an old checkpoint: write_checkpoint.
+    Raises CheckpointError if it cannot be written, ValueError for weights MXFP4 cannot hold.
     """
     if experts not in ("mxfp4", "bf16"):
         raise ValueError(f"experts {experts!r}: there are mxfp4 and bf16")
@@ -2475,11 +2454,10 @@ def save_checkpoint(model, folder, experts="mxfp4", files=None):
             tensors = {}
             for name, shape, dtype, _, source, e in group:
                 t = entries[source] if e is None else entries[source][e]
+                t = F.pad(t, (0, shape[0] - len(t))) if name.endswith("A_log") else t
                 if name.endswith("_packed"):
                     tensors[name], tensors[name[:-6] + "scale"] = mxfp4_encode(t)
                 elif not name.endswith("_scale"):      # written with its codes
-                    if name.endswith("A_log"):
-                        t = F.pad(t, (0, shape[0] - len(t)))
                     tensors[name] = t.to(DTYPES[dtype])
             yield tensors
     file = config.to_json()
@@ -2509,10 +2487,11 @@ class StoredExperts(nn.Module):
         names = [expert_name(self.prefix, e, w) for e in chosen for w in self.shapes]
         fetched = self.checkpoint.fetch(
             [part for name in names for part in self.checkpoint.stored(name)])
-        matrices = (Lazy(lambda e, w=w, shape=shape: read.one(
-            expert_name(self.prefix, e, w), shape, x.dtype, fetched))
-            for w, shape in self.shapes.items())
-        return experts_loop(x, experts, weights, *matrices, self.act)
+
+        def matrices(w):
+            return Lazy(lambda e: read.one(expert_name(self.prefix, e, w), self.shapes[w], x.dtype,
+                                           fetched))
+        return experts_loop(x, experts, weights, *map(matrices, self.shapes), self.act)
 
 
 class Lazy:
