@@ -80,9 +80,9 @@ class K3Config:
     """The released config.json, flattened: K3Config() is the released model.
 
     Fields carry the released keys' names; linear_num_heads and linear_head_dim are `num_heads` and
-    `head_dim` of linear_attn_config. Values marked "or" that are None, False or 0 are the
-    ablations. kda_layers and full_attn_layers count layers from 1, as the release does; everything
-    else counts from 0. Raises ValueError, naming the key, for values that are not built here.
+    `head_dim` of linear_attn_config. Values marked "or" that are None, False or 0 are ablations.
+    kda_layers and full_attn_layers count layers from 1, as the release does, everything else from
+    0. Raises ValueError, naming the key, for values that are not built here.
     """
     vocab_size: int = 163840
     hidden_size: int = 7168                        # Table 1
@@ -198,10 +198,9 @@ class K3Config:
     def from_json(cls, source):
         """A released config.json: a path or the parsed dict, nested (text_config) or bare text.
 
-        Raises ValueError, naming the key, for one that is unknown, missing, or set to what this
-        file does not build. The development checkpoints (Kimi-K3-0.40B) know neither
-        gate_lower_bound nor the activation_situ keys: where all three are absent, decay is Kimi
-        Linear's softplus and the caps are the report's 4 and 25.
+        Raises ValueError, naming the key, for one that is unknown, missing, or not built here.
+        The development checkpoints (Kimi-K3-0.40B) know neither gate_lower_bound nor the
+        activation_situ keys: without all three, decay is softplus, the caps the report's 4 and 25.
         """
         if not isinstance(source, dict):
             with open(source, "rb") as f:
@@ -1682,9 +1681,9 @@ def mxfp4_encode(weight):
     """Nearest MXFP4 codes, ties to the even code.
 
     weight (..., n) finite floats, n a multiple of 32
-    Returns packed (..., n/2) and scale (..., n/32), uint8. Scale rule: the smallest power of two,
-    2^-127 at least, under which no value of the block exceeds 6, the largest code; so nothing is
-    clipped (7.9 becomes 8.0 = 4 * 2), decoded values encode to themselves, zeros get byte 0.
+    Returns packed (..., n/2) and scale (..., n/32), uint8. The scale is the smallest power of two,
+    2^-127 at least, under which no value exceeds 6, the largest code: nothing is clipped (7.9
+    becomes 8.0 = 4 * 2), and decoded values encode to themselves.
     """
     if weight.shape[-1] % 32:
         raise ValueError(f"MXFP4 wants a width that is a multiple of 32, got {weight.shape[-1]}")
@@ -1766,7 +1765,9 @@ def parse_header(raw, size, shard):
     if type(notes) is not dict or any(type(v) is not str for v in notes.values()):
         raise CheckpointError(f"{shard}: __metadata__ must map strings to strings")
     for name, entry in entries.items():
-        check_entry(shard, name, entry)
+        if not makes_sense(entry):
+            raise tensor_error(shard, name, f": {show(entry)} is not a known dtype, a possible "
+                               "shape, and data_offsets of as many bytes")
     infos, shapes, base, at = {}, {}, 8 + len(raw), 8 + len(raw)
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         start, end = (base + offset for offset in entry["data_offsets"])
@@ -1780,21 +1781,15 @@ def parse_header(raw, size, shard):
     return infos
 
 
-def check_entry(shard, name, entry):
-    """CheckpointError unless a header's entry makes sense by itself."""
-    def counts(x, most):
-        return type(x) is list and len(x) <= most and all(type(n) is int and n >= 0 for n in x)
-    if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise tensor_error(shard, name, ": wanted exactly dtype, shape and data_offsets")
-    dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if type(dtype) is not str or dtype not in DTYPES:
-        raise tensor_error(shard, name, f": unknown dtype {show(dtype)}")
-    if not counts(shape, 32) or math.prod(n or 1 for n in shape) >= 2 ** 60:    # torch's strides
-        raise tensor_error(shard, name, f": impossible shape {show(shape)}")
-    size = math.prod(shape) * DTYPES[dtype].itemsize
-    if not counts(span, 2) or len(span) != 2 or span[1] - span[0] != size:
-        raise tensor_error(shard, name, f": data_offsets {show(span)} do not span the {size} bytes "
-                           f"of {dtype} and shape {shape}")
+def makes_sense(entry):
+    """Whether a header's entry is, by itself, that of a tensor that torch can hold."""
+    try:
+        dtype, shape, (start, end) = (entry[key] for key in ("dtype", "shape", "data_offsets"))
+        return (len(entry) == 3 and len(shape) <= 32 and math.prod(n or 1 for n in shape) < 2 ** 60
+                and all(type(n) is int and n >= 0 for n in (*shape, start, end))
+                and math.prod(shape) * DTYPES[dtype].itemsize == end - start)
+    except (TypeError, KeyError, ValueError):
+        return False
 
 
 def as_tensor(buffer, name, info):
@@ -1899,11 +1894,10 @@ class Redirect(urllib.request.HTTPRedirectHandler):
 
 
 class Web:
-    """Files below a base URL, read by byte ranges, a few in flight, optionally kept on disk.
+    """Folder's calls for files below a base URL, by byte ranges, a few in flight.
 
-    Its calls are Folder's. A part is (file, start, end); versions: file -> (length, ETag or date).
-    Kept parts are filed under URL, length and ETag (or date), so a file that changed is fetched
-    anew; where the server gives neither, none are kept.
+    A part is (file, start, end); versions: file -> (length, ETag or date). With a cache, parts are
+    kept on disk under URL and version, if the server gives one: a changed file is fetched anew.
     """
     PIECE = 32 << 20                                    # bytes: what a cut connection may cost
     TRIES, PAUSE, TIMEOUT, IN_FLIGHT = 5, 0.5, 60, 6    # the pause (s) doubles after every try
@@ -2058,7 +2052,7 @@ class Checkpoint:
     def _read_index(self, index):
         """shard_of, by the index."""
         names, notes = index.get("weight_map"), index.get("metadata", {})
-        if type(names) is not dict or not names or type(notes) is not dict:
+        if not (type(names) is type(notes) is dict and names):
             raise CheckpointError(f"{INDEX}: wanted objects weight_map, not empty, and metadata")
         self.total_size = notes.get("total_size")
         if type(self.total_size) not in (int, type(None)):
@@ -2091,7 +2085,7 @@ class Checkpoint:
                                        "together, or weight alone")
 
     def _load(self, shards):
-        """Read the headers of these shards, side by side, and hold them against the index."""
+        """Read the headers of these shards and hold them against the index."""
         for shard, stored in read_headers(self.files, {s: self._unread[s] for s in shards}):
             infos = {name: stored[s] for s, name in released_names(stored, shard).items()}
             promised = self._names_of[shard] or infos.keys()
@@ -2171,10 +2165,9 @@ class Checkpoint:
         return torch.cat([torch.empty(0, columns, dtype=dtype), *(rows[i] for i in index)])
 
     def verify(self):
-        """What differs from what the config wants, a line each; an empty list is good.
+        """Names, shapes, dtypes, shards and total size that the config wants otherwise, as lines.
 
-        Names, shapes, dtypes, shards and total size. Reads headers only, or nothing but the index
-        if it was opened so.
+        Reads headers only, or nothing but the index if it was opened so.
         """
         packed = any(name.endswith(".weight_packed") for name in self.shard_of)
         items = list(inventory(self.config, "mxfp4" if packed else "bf16"))
@@ -2189,10 +2182,9 @@ class Checkpoint:
 
 
 def compare_inventory(expected, checkpoint):
-    """Differences between what a config promises and what is stored, one line each.
+    """Differences from name -> (shape, dtype as in DTYPES, shard or None for any), a line each.
 
-    expected  name -> (shape, dtype as in DTYPES, shard or None for any); shapes and dtypes of a
-              checkpoint opened with index_only only serve for the total size
+    With index_only shapes and dtypes only serve for the total size.
     """
     shard_of, infos, lines = checkpoint.shard_of, checkpoint.tensors, []
     for name, (shape, dtype, shard) in expected.items():
@@ -2246,12 +2238,11 @@ def write_safetensors(path, tensors):
     header, at = {"__metadata__": {"format": "pt"}}, 0
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     for name in order:
-        t, start = tensors[name], at
+        t = tensors[name]
         if t.dtype not in DTYPE_NAMES:
             raise tensor_error(path, name, f": {t.dtype} cannot be stored")
-        at += t.nbytes
         header[name] = {"dtype": DTYPE_NAMES[t.dtype], "shape": list(t.shape),
-                        "data_offsets": [start, at]}
+                        "data_offsets": [at, at := at + t.nbytes]}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     with replacing(path) as file:
@@ -2421,9 +2412,7 @@ class Reader:
             raise tensor_error(info.shard, name, f" is {info.dtype}, a weight is floating point")
         fetched = self.checkpoint.fetch(stored) if fetched is None else fetched
         t = self.checkpoint.unpack(fetched, name, dtype)
-        if name.endswith("conv1d.weight") and t.dim() == 2:
-            t = t.unsqueeze(1)                         # [C, W] is stored by some
-        if name.endswith("A_log") and t.dim() == 1 and len(t) > shape[0] and not t[shape[0]:].any():
+        if name.endswith("A_log") and not t[shape[0]:].any():
             t = t[:shape[0]]                           # 96 heads, then zeros up to 128
         self.fits(stored[0], t.shape, shape)
         return t.to(self.device)
@@ -2507,9 +2496,9 @@ class Lazy:
 class StreamedK3(K3):
     """K3 whose weights stay in the checkpoint: a layer's are read as it runs, then dropped.
 
-    The modules stay on the meta device; a layer that runs is a copy, filled. Weights keep their
-    stored dtype, as views of the mapped files, and rise to the activations' dtype one matrix at a
-    time. Of the embedding only the rows asked for are read, of the routed experts only the chosen.
+    Modules stay on the meta device; a layer that runs is a copy, filled with views of the mapped
+    files, which rise to the activations' dtype one matrix at a time. Of the embedding only the rows
+    asked for are read, of the routed experts only the chosen.
     Raises CheckpointError, before anything runs, for a tensor too many or too few.
     """
     EMBED, HEAD = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
@@ -2562,10 +2551,8 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
     checkpoint  a Checkpoint, folder or URL
     input_ids   [B, T], or a list of ids; not looked at where A > 0
     layers      (A, B): layers A to B - 1 only; None: all, and the logits
-    start       tensors that an earlier trace recorded, needed for A > 0: `layers.{A-1}.prefix_sum`
-                and the blocks stored before A (`embed`, `layers.{j S - 1}.prefix_sum`)
-    forced      tensors with `layers.i.topk_idx`: expert ids to use, so that a flipped near-tie is
-                not an error
+    start       recorded tensors, for A > 0: the running sum and stored blocks before it (`resume`)
+    forced      tensors with `layers.i.topk_idx`: expert ids to use instead of the router's
     record      a dict to fill, as in K3.forward
     watch       called as watch(i, note, line) after each layer i (None before the first and after
                 the last): its tensors by their short names, and a line on what it was and cost
@@ -2729,18 +2716,15 @@ class Tokenizer:
 
 def read_ranks(raw, count, where):
     """tiktoken.model, lines of a base64 token and its rank, as token -> rank; all below count."""
-    ranks, lines = {}, raw.splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError:
-            raise CheckpointError(f"{where}: line {number} is not a base64 token "
-                                  "and its rank") from None
-    found = set(ranks.values())
-    if not len(lines) == len(ranks) == count or found != set(range(count)):
+    try:
+        lines = [line.split() for line in raw.splitlines()]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except ValueError as error:
+        raise CheckpointError(f"{where}: not lines of a base64 token and its rank "
+                              f"({error})") from None
+    if len(lines) != count or sorted(ranks.values()) != list(range(count)):
         raise CheckpointError(f"{where}: expected ranks 0 to {count - 1}, each once, found "
-                              f"{len(lines)} lines of {len(ranks)} tokens and {len(found)} ranks")
+                              f"{len(lines)} lines of {len(ranks)} tokens")
     if not all(bytes([b]) in ranks for b in range(256)):
         raise CheckpointError(f"{where}: some single bytes have no rank, so not every text has ids")
     return ranks
@@ -2752,11 +2736,10 @@ def load_tokenizer(place):
     The lowest special id says how many ranks there must be. Raises CheckpointError, naming the
     file, if they are not exactly that many, or a special id or name is out of place.
     """
-    files, where = ((place.files, place.place) if isinstance(place, Checkpoint) else
-                    (files_of(place), place))
+    files = place.files if isinstance(place, Checkpoint) else files_of(place)
     raw, path = [files.whole(name) for name in TOKENIZER], TOKENIZER[1]
     if None in raw:
-        raise CheckpointError(f"{where}: there is no {TOKENIZER[raw.index(None)]}")
+        raise CheckpointError(f"{place}: there is no {TOKENIZER[raw.index(None)]}")
     try:
         table = parse_json(raw[1], path)["added_tokens_decoder"]
         names = {int(i): entry["content"] for i, entry in table.items()}
@@ -2959,8 +2942,7 @@ def draw_decay(fig, config):
     top = math.log(torch.finfo(torch.bfloat16).max)            # e^88.7; fp32 ends there too
     for name, g_min, logits in (("Kimi Linear", None, (8, 12, 20)),
                                 ("K3", config.gate_lower_bound, (20,))):
-        zeros = torch.zeros_like(z)
-        g = kda_log_decay(z.view(1, 1, 1, -1), zeros[:1], zeros, g_min).flatten()
+        g = kda_log_decay(z.view(1, 1, 1, -1), torch.zeros(1), torch.zeros(len(z)), g_min).flatten()
         [curve] = left.plot(z, g, label=name)
         for logit, style in zip(logits, ("-", "--", ":")):
             reach = -tokens * g[(z - logit).abs().argmin()]
@@ -3187,6 +3169,8 @@ def trace_command(args):
     checkpoint = Checkpoint(args.checkpoint, cache=args.cache)
     start, reference = (read_safetensors(path) if path is not None else {}
                         for path in (args.start, args.against))
+    if not 0 <= args.rtol < math.inf:
+        raise ValueError(f"--rtol {args.rtol} is not a finite number from 0 on")
     if args.force_routing and not any(name.endswith(".topk_idx") for name in reference):
         raise ValueError("--force-routing needs --against with a file that holds expert ids")
     if args.dump is not None and (os.path.isdir(args.dump) or
@@ -3218,23 +3202,26 @@ def trace_command(args):
 def prompt_ids(args, checkpoint, tensors):
     """input_ids [1, T] of --ids, of --image and --text, or a file's own; and the media arguments.
 
-    Raises ValueError for a placeholder that no picture will fill.
+    Raises ValueError for ids outside the vocabulary, or a placeholder that no picture will fill.
     """
     sizes, media = open_pictures(args)
     if args.ids is not None:
         try:
             ids = [int(i) for i in args.ids.split(",")]
-            torch.tensor(ids)
         except ValueError:
             raise ValueError(f"--ids {show(args.ids)}: expected whole numbers "
                              "between commas") from None
+    elif args.text == "":
+        raise ValueError("the text is empty")
     elif args.text is not None:
         ids = encode_parts(load_tokenizer(checkpoint), [*sizes, args.text])
     elif "input_ids" in tensors:
         return tensors["input_ids"], media
     else:
         raise ValueError("give --text or --ids (or a reference file that holds input_ids)")
-    placeholder = checkpoint.config.media_placeholder_token_id
+    V, placeholder = checkpoint.config.vocab_size, checkpoint.config.media_placeholder_token_id
+    if odd := [i for i in ids if not 0 <= i < V]:
+        raise ValueError(f"token id {odd[0]} is outside the vocabulary of {V}")
     if not sizes and checkpoint.config.vt_num_hidden_layers and placeholder in ids:
         raise ValueError(f"id {placeholder} stands for a picture: give one with --image")
     return torch.tensor([ids]), media
@@ -3254,6 +3241,8 @@ def generate_command(args):
     """k3.py generate: the text, as it comes."""
     checkpoint = Checkpoint(args.checkpoint, cache=args.cache)
     tokenizer, read = load_tokenizer(checkpoint), Tokenizer.stream
+    if not args.prompt:
+        raise ValueError("the prompt is empty: there is nothing to continue")
     sizes, media = open_pictures(args)
     content = [*sizes, args.prompt]
     if args.chat:
@@ -3272,13 +3261,6 @@ def generate_command(args):
     print()
 
 
-def some_text(text):
-    """Text that is not empty."""
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty")
-    return text
-
-
 def layer_range(text):
     """A:B, or one layer, as (first, one past the last)."""
     match = re.fullmatch(r"(\d+):(\d+)|(\d+)", text)
@@ -3287,22 +3269,14 @@ def layer_range(text):
     return (int(match[1]), int(match[2])) if match[1] else (int(match[3]), int(match[3]) + 1)
 
 
-def tolerance(text):
-    """A finite number from 0 on."""
-    if not 0 <= float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a finite number from 0 on")
-    return float(text)
-
-
 def device(text):
     """A device that can hold values here and now."""
     try:
-        x = torch.zeros(1, device=text)
-        x.item()                                                   # "meta" holds none
-        return x.device
+        torch.zeros(1, device=text).item()                         # "meta" holds none
     except (RuntimeError, AssertionError, ImportError) as e:       # unknown, or lacking here
         reason = str(e).splitlines()[0]
         raise argparse.ArgumentTypeError(f"{text!r} cannot be used ({reason})") from None
+    return torch.device(text)
 
 
 def one_sentence(error):
@@ -3337,47 +3311,39 @@ def build_parser():
         common(add)
         add("--image", action="append", metavar="F", help="a picture before the text; repeatable")
         add("--device", type=device, default="cpu", help="cpu, cuda, cuda:1, ...")
-        add("--dtype", choices=["float32", "bfloat16", "float64"], default="float32",
-            help="of activations")
-        add("--kernel", choices=["plain", "fast"], default="plain",
-            help="definitions, or kernels.py")
+        add("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")
+        add("--kernel", choices=["plain", "fast"], default="plain", help="fast: kernels.py")
 
-    add = command("params", params_command,
-                  "parameters by part, active ones, bytes on disk and in the cache")
+    add = command("params", params_command, "parameters by part, bytes on disk and in the cache")
     add("--config", metavar="F", help="a config.json; without it the released model's numbers")
     add("--json", action="store_true")
     add = command("verify", verify_command,
                   "every tensor's name, dtype and shape against the config; reads no weights")
     common(add)
-    add("--index-only", action="store_true",
-        help="names, shards and total size only: no shard is opened")
+    add("--index-only", action="store_true", help="names, shards and total size, by the index")
     add("--json", action="store_true")
     add = command("trace", trace_command,
                   "the forward pass a layer at a time, each against a reference if there is one")
     running(add)
-    add("--text", type=some_text, help="text to read")
+    add("--text", help="text to read")
     add("--ids", help="token ids to read, between commas")
     add("--layers", type=layer_range, metavar="A:B", help="layers A to B - 1 only, from 0")
     add("--from", dest="start", metavar="F", help="recorded tensors that layer A starts from")
     add("--dump", metavar="F", help="write all recorded tensors to this safetensors file")
     add("--against", metavar="F", help="compare with such a file")
     add("--force-routing", action="store_true", help="use the expert ids of --against")
-    add("--rtol", type=tolerance, default=1e-3,
-        help="relative error that counts as equal (%(default)s)")
+    add("--rtol", type=float, default=1e-3, help="relative error accepted (%(default)s)")
     add = command("generate", generate_command, "text that continues a prompt, as it comes")
     running(add)
-    add("--prompt", type=some_text, required=True)
+    add("--prompt", required=True)
     add("--max-new-tokens", type=int, default=256, metavar="N")
-    add("--temperature", type=float, default=1.0,
-        help="0 always takes the likeliest (%(default)s)")
+    add("--temperature", type=float, default=1.0, help="0: the likeliest (%(default)s)")
     add("--top-p", type=float, default=1.0)
     add("--seed", type=int, default=0)
     add("--chat", action="store_true", help="wrap the prompt in the released chat framing")
     add("--system", help="with --chat: a system message before it")
-    add("--no-think", dest="think", action="store_false",
-        help="with --chat: answer in the response channel")
-    add("--layers-on-demand", action="store_true",
-        help="stream layers from disk, for models beyond memory")
+    add("--no-think", dest="think", action="store_false", help="with --chat: answer at once")
+    add("--layers-on-demand", action="store_true", help="stream layers, for too large models")
     add = command("figures", figures_command,
                   "the report's Figs. 3, 4 and 5, and the cost of context, drawn by this code")
     add("--out", default="out", metavar="DIR", help="for the PNGs (%(default)s)")
