@@ -205,38 +205,24 @@ class K3Config:
         if not isinstance(source, dict):
             with open(source, "rb") as f:
                 source = parse_json(f.read(MAX_JSON), source)
-        outer, text = dict(source), {}
-        vision = outer.pop("vision_config", None)
-        if "text_config" in outer:
-            text = outer.pop("text_config")
-            need(isinstance(text, dict), "text_config", text, "an object")
-        else:
-            outer, text = {}, outer
-        linear = text.get("linear_attn_config")
-        need(isinstance(linear, dict), "linear_attn_config", linear, "an object")
-        need(isinstance(vision, dict | None), "vision_config", vision, "an object or null")
-        text = {key: text[key] for key in text.keys() - {"vision_config", "linear_attn_config"}}
-        ours = {theirs: field for field, theirs in LINEAR.items()}
-        linear = {ours.get(key, f"linear_attn_config.{key}"): linear[key] for key in linear}
         flat, given = {}, {}
-        for group in (linear, outer, text, vision or {}):
-            given.update(group)
-            for key, value in group.items():
-                if key in FIELDS:
-                    need(flat.setdefault(key, value) == value, key, value,
-                         f"{flat[key]!r}, as elsewhere in the file")
-                elif key in FIXED:
-                    need(value in FIXED[key], key, value, " or ".join(map(repr, FIXED[key])))
-                elif key not in UNUSED and key not in MUST_EQUAL:
-                    raise ValueError(f"config: unknown key {key!r}")
+        for key, value in flatten(source):
+            given[key] = value
+            if key in FIELDS:
+                need(flat.setdefault(key, value) == value, key, value,
+                     f"{flat[key]!r}, as elsewhere in the file")
+            elif key in FIXED:
+                need(value in FIXED[key], key, value, " or ".join(map(repr, FIXED[key])))
+            elif key not in UNUSED and key not in MUST_EQUAL:
+                raise ValueError(f"config: unknown key {key!r}")
         if not SITU_KEYS & flat.keys():
             flat.update(gate_lower_bound=None, activation_situ_beta=4.0,
                         activation_situ_linear_beta=25.0)
-        if vision is None:
-            flat["vt_num_hidden_layers"] = 0
-        for key in FIELDS:
-            absent_well = key in MAY_BE_MISSING or vision is None and key in VISION
-            need(key in flat or absent_well, key, None, "given")
+        absent = set(FIELDS) - MAY_BE_MISSING - flat.keys()
+        if absent.issuperset(VISION):
+            flat["vt_num_hidden_layers"], absent = 0, absent.difference(VISION)
+        if absent:
+            raise ValueError(f"config: {min(absent)} is missing")
         config = cls(**flat)
         for key, like in MUST_EQUAL.items():
             if key in given:
@@ -278,6 +264,16 @@ def need(good, key, value, wanted):
         raise ValueError(f"config: {key} is {show(value)}, expected {wanted}")
 
 
+def flatten(config, names={}):
+    """(key, value) of a config.json and of the objects nested in it; `names` renames some keys."""
+    for key, value in config.items():
+        if key in NESTED:
+            need(isinstance(value, dict | None), key, value, "an object or null")
+            yield from flatten(value or {}, NESTED[key])
+        else:
+            yield names.get(key, key), value
+
+
 def check_kind(key, value, kind):
     """One value by itself: its kind, `X | None` where null is a choice, and its range."""
     kind, *null = typing.get_args(kind) or [kind]
@@ -300,6 +296,8 @@ def check_kind(key, value, kind):
 LINEAR = {"linear_num_heads": "num_heads", "linear_head_dim": "head_dim", **{key: key for key in (
     "kda_layers", "full_attn_layers", "short_conv_kernel_size", "gate_lower_bound",
     "use_full_rank_gate")}}                            # our field: key of linear_attn_config
+NESTED = {"text_config": {}, "vision_config": {},
+          "linear_attn_config": {theirs: ours for ours, theirs in LINEAR.items()}}
 FIELDS = [f.name for f in dataclasses.fields(K3Config)]
 VISION = FIELDS[FIELDS.index("vt_num_hidden_layers"):]
 SITU_KEYS = {"gate_lower_bound", "activation_situ_beta", "activation_situ_linear_beta"}
@@ -1815,7 +1813,7 @@ def read_safetensors(path):
     folder, file = os.path.split(path)
     files = Folder(folder or ".")
     heads = files.heads([file])
-    if heads[file] is None:
+    if not heads[file]:
         raise CheckpointError(f"{path}: no such file")
     [(_, infos)] = read_headers(files, heads)
     return read_tensors(files, infos)
@@ -1837,12 +1835,9 @@ class Folder:
             if os.path.isfile(path):
                 try:
                     with reader(path, "rb") as file:
-                        raw = file.read(MAX_JSON + 1)
+                        return file.read(MAX_JSON)     # what is longer will not parse
                 except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                     raise CheckpointError(f"{path}: damaged gzip ({error})") from None
-                if len(raw) > MAX_JSON:
-                    raise CheckpointError(f"{path}: over {MAX_JSON:,} bytes")
-                return raw
         return None
 
     def heads(self, files):
@@ -1863,23 +1858,11 @@ class Folder:
         for file in {span[0] for span in spans}:
             with open(os.path.join(self.path, file), "rb") as f:
                 maps[file] = mmap.mmap(f.fileno(), 0, flags=flags)
-        for group in touching(spans, math.inf):             # a page fault alone would bring 128 KB
-            file, start, end = *group[0][:2], group[-1][2]
+        for file, start, end in spans:                      # a page fault alone would bring 128 KB
             page = start - start % mmap.PAGESIZE
             if start < end <= len(maps[file]):
                 maps[file].madvise(mmap.MADV_WILLNEED, page, end - page)
         return [memoryview(maps[file])[start:end] for file, start, end in spans]
-
-
-def touching(spans, most):
-    """Sorted (file, start, end), in groups without a gap and of at most `most` bytes."""
-    groups = []
-    for file, start, end in sorted(spans):
-        if groups and groups[-1][-1][::2] == (file, start) and end - groups[-1][0][1] <= most:
-            groups[-1].append((file, start, end))
-        else:
-            groups.append([(file, start, end)])
-    return groups
 
 
 class Redirect(urllib.request.HTTPRedirectHandler):
@@ -2002,6 +1985,17 @@ class Web:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with replacing(path) as file:
                 file.write(body)
+
+
+def touching(spans, most):
+    """Sorted (file, start, end), in groups without a gap and of at most `most` bytes."""
+    groups = []
+    for file, start, end in sorted(spans):
+        if groups and groups[-1][-1][::2] == (file, start) and end - groups[-1][0][1] <= most:
+            groups[-1].append((file, start, end))
+        else:
+            groups.append([(file, start, end)])
+    return groups
 
 
 def files_of(place, cache=None):
@@ -2851,8 +2845,8 @@ def sample(logits, temperature, top_p, generator):
 class DecodeGraph:
     """One decoding step as a CUDA graph: step(ids [B, 1]) -> logits [B, 1, V].
 
-    state must have a capacity. Every step works on a copy of it and stores the copy's tensors back,
-    so that the graph always reads and writes the same memory.
+    A step works on a copy of the state, which must have a capacity, and stores the copy's tensors
+    back, so that the graph always reads and writes the same memory.
     """
 
     def __init__(self, model, state):
