@@ -1898,12 +1898,12 @@ class Web:
             return {f: head and (self.versions[f][0], head) for f, head in zip(files, heads)}
 
     def read(self, spans):
-        """Large spans in parts, touching parts in one request; a progress line on stderr."""
+        """Large spans in parts, touching parts in one request; from 100 MB on progress is shown."""
         cuts = [[(file, at, min(at + self.PIECE, end)) for at in range(start, end, self.PIECE)]
                 for file, start, end in spans]
         parts = {part: self._kept(part) for part in sum(cuts, [])}
         groups = touching([part for part, body in parts.items() if body is None], self.PIECE)
-        began, told, done = time.time(), time.time(), 0
+        done, total = 0, sum(end - start for group in groups for _, start, end in group)
         with ThreadPoolExecutor(self.IN_FLIGHT) as pool:
             answers = pool.map(lambda group: self._get(*group[0][:2], group[-1][2]), groups)
             for group, answer in zip(groups, answers):
@@ -1913,11 +1913,9 @@ class Web:
                     start, end = (at - group[0][1] for at in part[1:])
                     parts[part] = answer[start:end]
                     self._keep(part, parts[part])
-                done, now = done + len(answer), time.time()
-                if now - told > 1:
-                    told, speed = now, done / 1e6 / (now - began)
-                    print(f"{done / 1e6:,.0f} MB at {speed:,.1f} MB/s", end="\r", file=sys.stderr,
-                          flush=True)
+                done += len(answer)
+                if total > 100e6:
+                    print(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB", end="\r", file=sys.stderr)
         return [bytearray().join(parts.pop(part) for part in some) for some in cuts]
 
     def _get(self, file, start=0, end=None):
@@ -1957,11 +1955,11 @@ class Web:
     def _check_range(self, url, file, wanted, answer):
         if answer.status != 206:
             raise CheckpointError(f"{url}: asked for {wanted}, but the server ignores byte ranges")
-        headers = answer.headers
-        found = re.fullmatch(r"(.*)/([0-9]{1,18})", headers.get("Content-Range", ""))
-        if not found or found[1] != wanted:
-            raise CheckpointError(f"{url}: asked for {wanted}, got {show(found and found[0])}")
-        version = int(found[2]), headers.get("ETag") or headers.get("Last-Modified", "")
+        found = answer.headers.get("Content-Range", "")
+        size = found.removeprefix(f"{wanted}/")
+        if size == found or not re.fullmatch(r"[0-9]{1,18}", size):
+            raise CheckpointError(f"{url}: asked for {wanted}, got {show(found)}")
+        version = int(size), answer.headers.get("ETag") or answer.headers.get("Last-Modified", "")
         if self.versions.setdefault(file, version) != version:
             raise CheckpointError(f"{url}: the file changed while it was being read")
 
@@ -2361,8 +2359,8 @@ def check_names(checkpoint):
 def load_model(path, dtype=torch.float32, device="cpu"):
     """The model of a checkpoint (folder, URL or Checkpoint), all weights in memory, in eval mode.
 
-    dtype is the weights'; those that must be fp32 stay so. Strict: a tensor that is missing, left
-    over or of another shape raises CheckpointError with its name.
+    dtype is the weights'; those that must be fp32 stay so. A tensor that is missing, left over or
+    of another shape raises CheckpointError.
     """
     if not dtype.is_floating_point:
         raise ValueError(f"{dtype} cannot hold weights")
@@ -2595,10 +2593,7 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
 
 
 def layer_line(i, layer, before, blocks, note, size, seconds):
-    """Kind, bytes read, seconds, RMS of the running sum, experts touched, mean AttnRes weights.
-
-    before: the sources that the layer started from; blocks: those stored after it.
-    """
+    """What layer i was and cost; before: sources at its start, blocks: those stored at its end."""
     moe = getattr(layer, "block_sparse_moe", None)
     kind = f"{type(layer.self_attn).__name__}+{'dense' if moe is None else 'MoE'}"
     rms = f32(note["prefix_sum"]).square().mean().sqrt()
@@ -2615,12 +2610,9 @@ def layer_line(i, layer, before, blocks, note, size, seconds):
 
 
 def resume(tensors, A, config):
-    """Recorded tensors, name -> [B, T, D]: the blocks stored before layer A, then the running sum.
-
-    Every S-th layer stores the sum it finds: the embedding, or what the layer before it left.
-    """
+    """name -> [B, T, D] of recorded tensors: blocks stored before layer A, then the running sum."""
     S, D, known = config.attn_res_block_size, config.hidden_size, {}
-    for i in [*(range(0, A, S) if S else ()), A]:
+    for i in [*(range(0, A, S) if S else ()), A]:      # every S-th layer stores the sum it finds
         name = "embed" if i == 0 else f"layers.{i - 1}.prefix_sum"
         if name not in tensors:
             raise ValueError(f"layers from {A} on need {name}, "
@@ -2727,8 +2719,7 @@ def read_ranks(raw, count, where):
 def load_tokenizer(place):
     """The tokenizer of a checkpoint (folder, URL or Checkpoint), out of its TOKENIZER files.
 
-    The lowest special id says how many ranks there must be. Raises CheckpointError, naming the
-    file, if they are not exactly that many, or a special id or name is out of place.
+    The lowest special id says how many ranks there must be. CheckpointError names the file.
     """
     files = place.files if isinstance(place, Checkpoint) else files_of(place)
     raw, path = [files.whole(name) for name in TOKENIZER], TOKENIZER[1]
@@ -2828,10 +2819,7 @@ def chat_text(tokenizer, ids, thinking=True):
 
 
 def sample(logits, temperature, top_p, generator):
-    """One id from logits [V]; top_p keeps the fewest ids that together reach it.
-
-    temperature 0 takes the largest. Raises ValueError for logits that are not finite.
-    """
+    """One id from logits [V], the largest at temperature 0; top_p: the fewest that reach it."""
     if not logits.isfinite().all():
         raise ValueError("the logits are not finite: the weights are damaged, "
                          "or the dtype too narrow")
@@ -2882,10 +2870,7 @@ class DecodeGraph:
 
 @torch.no_grad()
 def generate_ids(model, ids, max_new_tokens, temperature=0.0, top_p=1.0, seed=0, stop=(), **media):
-    """Continue ids one at a time, up to one in `stop` (not given out) or max_new_tokens.
-
-    Raises ValueError for an empty prompt and for settings out of range.
-    """
+    """Continue ids one at a time, up to one in `stop` (not given out) or max_new_tokens."""
     if not ids:
         raise ValueError("the prompt is empty: there is nothing to continue")
     if not (temperature == 0 or 1e-6 <= temperature < math.inf) or not 0 < top_p <= 1:
@@ -2915,7 +2900,7 @@ def generate(model, tokenizer, prompt, max_new_tokens=256, temperature=0.0, top_
     """Text that continues `prompt` (text, or chat_prompt's ids), in whole characters as it comes.
 
     Ends at the tokenizer's or the config's end token, or after max_new_tokens. read(tokenizer, ids)
-    makes the text; media: pixel_values, grid_thws. Raises ValueError as generate_ids does.
+    makes the text; media: pixel_values, grid_thws.
     """
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     stop = {*tokenizer.stop, model.config.eos_token_id}
@@ -3163,6 +3148,8 @@ def trace_command(args):
     checkpoint = Checkpoint(args.checkpoint, cache=args.cache)
     start, reference = (read_safetensors(path) if path is not None else {}
                         for path in (args.start, args.against))
+    if args.text == "":
+        raise ValueError("the text is empty")
     if not 0 <= args.rtol < math.inf:
         raise ValueError(f"--rtol {args.rtol} is not a finite number from 0 on")
     if args.force_routing and not any(name.endswith(".topk_idx") for name in reference):
@@ -3194,19 +3181,12 @@ def trace_command(args):
 
 
 def prompt_ids(args, checkpoint, tensors):
-    """input_ids [1, T] of --ids, of --image and --text, or a file's own; and the media arguments.
-
-    Raises ValueError for ids outside the vocabulary, or a placeholder that no picture will fill.
-    """
+    """input_ids [1, T] of --ids, of --image and --text, or of a file; and the media arguments."""
     sizes, media = open_pictures(args)
     if args.ids is not None:
-        try:
-            ids = [int(i) for i in args.ids.split(",")]
-        except ValueError:
-            raise ValueError(f"--ids {show(args.ids)}: expected whole numbers "
-                             "between commas") from None
-    elif args.text == "":
-        raise ValueError("the text is empty")
+        if not re.fullmatch(r"-?\d+(,-?\d+)*", args.ids):
+            raise ValueError(f"--ids {show(args.ids)}: expected whole numbers between commas")
+        ids = [int(i) for i in args.ids.split(",")]
     elif args.text is not None:
         ids = encode_parts(load_tokenizer(checkpoint), [*sizes, args.text])
     elif "input_ids" in tensors:
@@ -3233,12 +3213,11 @@ def open_pictures(args):
 
 def generate_command(args):
     """k3.py generate: the text, as it comes."""
-    checkpoint = Checkpoint(args.checkpoint, cache=args.cache)
-    tokenizer, read = load_tokenizer(checkpoint), Tokenizer.stream
     if not args.prompt:
         raise ValueError("the prompt is empty: there is nothing to continue")
-    sizes, media = open_pictures(args)
-    content = [*sizes, args.prompt]
+    checkpoint = Checkpoint(args.checkpoint, cache=args.cache)
+    tokenizer, (sizes, media) = load_tokenizer(checkpoint), open_pictures(args)
+    content, read = [*sizes, args.prompt], Tokenizer.stream
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system else []
         messages = [*system, {"role": "user", "content": content}]
