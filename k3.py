@@ -2576,7 +2576,6 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
             began, read, before, note = time.time(), checkpoint.bytes_read, [*blocks, s], {}
             layer = model.layer(i)
             s, blocks = layer(s, blocks, note=note, forced=forced.get(f"layers.{i}.topk_idx"))
-            note = {name: note[name] for name in (*RECORDED, "gap") if name in note}
             if record is not None:
                 record_layer(record, i, note)
             read, seconds = checkpoint.bytes_read - read, time.time() - began
@@ -2634,7 +2633,7 @@ def check_forced(tensors, shape, config):
             raise ValueError(f"{name} to force is {idx.dtype} {list(idx.shape)}, expected int64 "
                              f"{list(want)}, different experts below {n} for each token")
 
-# ---- Text: tokenizer and chat framing ------------------------------------------------------------
+# ---- Text: tokenizer, chat framing, generation ---------------------------------------------------
 
 TOKENIZER = ("tiktoken.model", "tokenizer_config.json")
 NUM_SPECIAL = 256                  # control ids, after the ranks; those without a name are reserved
@@ -2807,6 +2806,7 @@ def chat_reply(tokenizer, ids, thinking=True):
         else:
             channel, edge = tokenizer.decode(name) if edge == opening else None, None
 
+
 def chat_text(tokenizer, ids, thinking=True):
     """chat_reply as text to read; with thinking, each channel below its name in brackets."""
     reply = chat_reply(tokenizer, ids, thinking)
@@ -2814,8 +2814,6 @@ def chat_text(tokenizer, ids, thinking=True):
         if thinking:
             yield "\n\n" * (n > 0) + f"[{channel}]\n"
         yield from tokenizer.stream(i for _, i in pairs)
-
-# ---- Text out ------------------------------------------------------------------------------------
 
 
 def sample(logits, temperature, top_p, generator):
@@ -3184,9 +3182,11 @@ def prompt_ids(args, checkpoint, tensors):
     """input_ids [1, T] of --ids, of --image and --text, or of a file; and the media arguments."""
     sizes, media = open_pictures(args)
     if args.ids is not None:
-        if not re.fullmatch(r"-?\d+(,-?\d+)*", args.ids):
-            raise ValueError(f"--ids {show(args.ids)}: expected whole numbers between commas")
-        ids = [int(i) for i in args.ids.split(",")]
+        try:
+            ids = [int(i) for i in args.ids.split(",")]
+        except ValueError:
+            raise ValueError(f"--ids {show(args.ids)}: expected whole numbers "
+                             "between commas") from None
     elif args.text is not None:
         ids = encode_parts(load_tokenizer(checkpoint), [*sizes, args.text])
     elif "input_ids" in tensors:
