@@ -188,8 +188,8 @@ class K3Config:
             qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, attn_res_block_size=2,
             intermediate_size=128, num_experts=16, num_experts_per_token=4,
             moe_intermediate_size=32, routed_expert_hidden_size=32, bos_token_id=256,
-            eos_token_id=257, pad_token_id=266,
-            media_placeholder_token_id=265, max_position_embeddings=4096, vt_num_hidden_layers=0,
+            eos_token_id=257, pad_token_id=266, media_placeholder_token_id=265,
+            max_position_embeddings=4096, vt_num_hidden_layers=0,
             vt_hidden_size=64, vt_intermediate_size=128, vt_num_attention_heads=2,
             qkv_hidden_size=64, init_pos_emb_height=8, init_pos_emb_width=8)
         return cls(**{**small, **over})
@@ -3315,8 +3315,8 @@ def build_parser():
     add("--seed", type=int, default=0)
     add("--chat", action="store_true", help="wrap the prompt in the released chat framing")
     add("--system", help="with --chat: a system message before it")
-    add("--no-think", dest="think", action="store_false", help="with --chat: answer at once")
-    add("--layers-on-demand", action="store_true", help="stream layers, for too large models")
+    add("--no-think", dest="think", action="store_false", help="with --chat: no thinking first")
+    add("--layers-on-demand", action="store_true", help="stream layers of models beyond memory")
     add = command("figures", figures_command,
                   "the report's Figs. 3, 4 and 5, and the cost of context, drawn by this code")
     add("--out", default="out", metavar="DIR", help="for the PNGs (%(default)s)")
