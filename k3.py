@@ -39,6 +39,7 @@ import base64
 import codecs
 import copy
 import dataclasses
+import functools
 import gc
 import gzip
 import hashlib
@@ -52,15 +53,16 @@ import shutil
 import sys
 import threading
 import time
+import typing
 import urllib.parse
 import urllib.request
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from collections import namedtuple
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")    # waiting CPU threads soon yield a shared core
 import numpy as np
@@ -78,9 +80,9 @@ class K3Config:
     """The released config.json, flattened: K3Config() is the released model.
 
     Fields carry the released keys' names; linear_num_heads and linear_head_dim are `num_heads` and
-    `head_dim` of linear_attn_config. Values marked "or" that are None, False or 0 are the
-    ablations. kda_layers and full_attn_layers count layers from 1, as the release does; everything
-    else counts from 0. Raises ValueError, naming the key, for values that are not built here.
+    `head_dim` of linear_attn_config. Values marked "or" that are None, False or 0 are ablations.
+    kda_layers and full_attn_layers count layers from 1, as the release does, everything else from
+    0. Raises ValueError, naming the key, for values that are not built here.
     """
     vocab_size: int = 163840
     hidden_size: int = 7168                        # Table 1
@@ -89,31 +91,31 @@ class K3Config:
     initializer_range: float = 0.02
     max_position_embeddings: int = 1048576         # the context trained for; nothing depends on it
     # attention: which layer is which
-    kda_layers: list = None                        # None: all that are not full_attn_layers (69)
-    full_attn_layers: list = None                  # None: every fourth and the last (24)
+    kda_layers: list | None = None                 # None: all that are not full_attn_layers (69)
+    full_attn_layers: list | None = None           # None: every fourth and the last (24)
     # KDA, §2.1.1
     linear_num_heads: int = 96
     linear_head_dim: int = 128
     short_conv_kernel_size: int = 4
-    gate_lower_bound: float = -5.0                 # g_min of Eq. 5; or None: unbounded softplus
+    gate_lower_bound: float | None = -5.0          # g_min of Eq. 5; or None: unbounded softplus
     use_full_rank_gate: bool = True                # Eq. 6; or False: Kimi Linear's low-rank gate
     # gated MLA, §2.1.2
     num_attention_heads: int = 96
-    q_lora_rank: int = 1536                        # or None: one full query projection
+    q_lora_rank: int | None = 1536                 # or None: one full query projection
     kv_lora_rank: int = 512
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64                     # named after DeepSeek's; K3 rotates nothing
     v_head_dim: int = 128
     # attention residuals, §2.2
-    attn_res_block_size: int = 12                  # 1: the full form; or None: plain residual
+    attn_res_block_size: int | None = 12           # 1: the full form; or None: plain residual
     # feed-forward, §2.3
     intermediate_size: int = 33792                 # of dense layers
     first_k_dense_replace: int = 1
-    num_experts: int = 896                         # or None: every layer dense
+    num_experts: int | None = 896                  # or None: every layer dense
     num_experts_per_token: int = 16
     num_shared_experts: int = 2                    # or 0
     moe_intermediate_size: int = 3072
-    routed_expert_hidden_size: int = 3584          # the latent's; or None: experts at full width
+    routed_expert_hidden_size: int | None = 3584   # the latent's; or None: experts at full width
     latent_moe_use_norm: bool = True               # or False: the original LatentMoE
     routed_scaling_factor: float = 1.0
     hidden_act: str = "situ"                       # or "silu": SwiGLU
@@ -140,7 +142,8 @@ class K3Config:
     projector_ln_eps: float = 1e-5
 
     def __post_init__(self):
-        self._check_kinds()            # before anything is built that is as long as they say
+        for f in dataclasses.fields(self):      # before anything as long as they say is built
+            check_kind(f.name, getattr(self, f.name), f.type)
         n, mla, kda = self.num_hidden_layers, self.full_attn_layers, self.kda_layers
         every = range(1, n + 1)
         if mla is None and kda is None:                # three KDA layers, then one MLA layer [§2.1]
@@ -148,60 +151,33 @@ class K3Config:
         self.full_attn_layers = [i for i in every if i not in kda] if mla is None else list(mla)
         self.kda_layers = list(kda or [i for i in every if i not in self.full_attn_layers])
         if self.vt_num_hidden_layers == 0:             # one way of saying that nothing can be seen
-            for f in dataclasses.fields(self):
-                if f.name in VISION[1:]:
-                    setattr(self, f.name, f.default)
+            for key in VISION[1:]:
+                setattr(self, key, getattr(K3Config, key))
         self.merge_kernel_size = tuple(self.merge_kernel_size)
         self._check_fit()
 
-    def _check_kinds(self):
-        """Each value by itself: its kind and range."""
-        for f in dataclasses.fields(self):
-            key, value = f.name, getattr(self, f.name)
-            if value is None and key in OPTIONAL:
-                continue
-            if f.type in (list, tuple):
-                good = isinstance(value, (list, tuple)) and all(
-                    type(i) is int and 0 < i <= 1024 for i in value)
-                wanted = "a list of whole numbers from 1 to 1024"
-            elif f.type is float:
-                good, wanted = type(value) in (int, float) and abs(value) < 1e38, "a finite number"
-            elif f.type is int:
-                low = 0 if key in MAY_BE_ZERO or key.endswith("token_id") else 1
-                most = MOST.get(key, 2 ** 24 if key.endswith("token_id") else 2 ** 18)
-                good = type(value) is int and low <= value <= most
-                wanted = f"a whole number from {low} to {most}"
-            else:
-                good = type(value) is f.type
-                wanted = "true or false" if f.type is bool else "a string"
-            need(good, key, value, wanted)
-
     def _check_fit(self):
         """Each value against the others, and against what is built here."""
-        def fits(good, key, wanted):
+        n, experts, merge = self.num_hidden_layers, self.num_experts, self.merge_kernel_size
+        layers = sorted([*self.kda_layers, *self.full_attn_layers])
+        floor, turns = self.gate_lower_bound, 4 * self.vt_num_attention_heads
+        positive = ("activation_situ_beta", "activation_situ_linear_beta", "rms_norm_eps",
+                    "projector_ln_eps")
+        for good, key, wanted in (
+                (layers == list(range(1, n + 1)), "kda_layers",
+                 f"with full_attn_layers each of the layers 1 to {n} once"),
+                (self.hidden_act in ("situ", "silu"), "hidden_act", "situ or silu"),
+                (self.dtype in ("bfloat16", "float32"), "dtype", "bfloat16 or float32"),
+                (floor is None or floor < 0, "gate_lower_bound", "below 0 or null"),
+                *((getattr(self, key) > 0, key, "more than 0") for key in positive),
+                (experts is None or self.num_experts_per_token < experts, "num_experts_per_token",
+                 f"less than num_experts = {experts}, since the cutoff is the next score"),
+                (self.qkv_hidden_size % turns == 0, "qkv_hidden_size", "a multiple of "
+                 "4 vt_num_attention_heads, since rotary pairs alternate between x and y"),
+                (self.vt_hidden_size % 2 == 0, "vt_hidden_size", "even"),
+                (len(merge) == 2 and max(merge) <= 16, "merge_kernel_size",
+                 "two whole numbers up to 16")):
             need(good, key, getattr(self, key), wanted)
-
-        n, merge = self.num_hidden_layers, self.merge_kernel_size
-        heads = self.vt_num_attention_heads
-        both = sorted([*self.kda_layers, *self.full_attn_layers])
-        fits(both == list(range(1, n + 1)), "kda_layers",
-             f"with full_attn_layers each of the layers 1 to {n} once")
-        fits(self.hidden_act in ("situ", "silu"), "hidden_act", "situ or silu")
-        fits(self.dtype in ("bfloat16", "float32"), "dtype", "bfloat16 or float32")
-        fits(self.gate_lower_bound is None or self.gate_lower_bound < 0, "gate_lower_bound",
-             "below 0 or null")
-        for key in ("activation_situ_beta", "activation_situ_linear_beta", "rms_norm_eps",
-                    "projector_ln_eps"):
-            fits(getattr(self, key) > 0, key, "more than 0")
-        if self.num_experts is not None:
-            fits(self.num_experts_per_token < self.num_experts, "num_experts_per_token",
-                 f"less than num_experts = {self.num_experts}, since the cutoff is the next score")
-        if self.vt_num_hidden_layers:
-            fits(self.qkv_hidden_size % (4 * heads) == 0, "qkv_hidden_size", "a multiple of "
-                 "4 vt_num_attention_heads, since rotary pairs alternate between x and y")
-            fits(self.vt_hidden_size % 2 == 0, "vt_hidden_size", "even")
-            fits(len(merge) == 2 and max(merge) <= 16, "merge_kernel_size",
-                 "two whole numbers up to 16")
 
     @classmethod
     def tiny(cls, **over):
@@ -212,8 +188,8 @@ class K3Config:
             qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, attn_res_block_size=2,
             intermediate_size=128, num_experts=16, num_experts_per_token=4,
             moe_intermediate_size=32, routed_expert_hidden_size=32, bos_token_id=256,
-            eos_token_id=257, pad_token_id=266,
-            media_placeholder_token_id=265, max_position_embeddings=4096, vt_num_hidden_layers=0,
+            eos_token_id=257, pad_token_id=266, media_placeholder_token_id=265,
+            max_position_embeddings=4096, vt_num_hidden_layers=0,
             vt_hidden_size=64, vt_intermediate_size=128, vt_num_attention_heads=2,
             qkv_hidden_size=64, init_pos_emb_height=8, init_pos_emb_width=8)
         return cls(**{**small, **over})
@@ -222,50 +198,35 @@ class K3Config:
     def from_json(cls, source):
         """A released config.json: a path or the parsed dict, nested (text_config) or bare text.
 
-        Raises ValueError, naming the key, for one that is unknown, missing, or set to what this
-        file does not build. The development checkpoints (Kimi-K3-0.40B) know neither
-        gate_lower_bound nor the activation_situ keys: where all three are absent, decay is Kimi
-        Linear's softplus and the caps are the report's 4 and 25.
+        Raises ValueError, naming the key, for one that is unknown, missing, or not built here.
+        The development checkpoints (Kimi-K3-0.40B) know neither gate_lower_bound nor the
+        activation_situ keys: without all three, decay is softplus, the caps the report's 4 and 25.
         """
         if not isinstance(source, dict):
             with open(source, "rb") as f:
                 source = parse_json(f.read(MAX_JSON), source)
-        outer = dict(source)
-        vision = outer.pop("vision_config", None)
-        if "text_config" in outer:
-            text = outer.pop("text_config")
-            need(isinstance(text, dict), "text_config", text, "an object")
-            text = {key: value for key, value in text.items() if key != "vision_config"}
-        else:
-            outer, text = {}, outer
-        linear = text.pop("linear_attn_config", None)
-        need(isinstance(linear, dict), "linear_attn_config", linear, "an object")
-        need(isinstance(vision, dict | None), "vision_config", vision, "an object or null")
-        ours = {theirs: field for field, theirs in LINEAR.items()}
-        if strange := sorted(linear.keys() - ours.keys()):
-            raise ValueError(f"config: unknown key {strange[0]!r} in linear_attn_config")
-        flat, known = {ours[k]: v for k, v in linear.items()}, set(_fields)
-        for group in (outer, text, vision or {}):
-            for key, value in group.items():
-                if key in known:
-                    need(flat.setdefault(key, value) == value, key, value,
-                         f"{flat[key]!r}, as elsewhere in the file")
-                elif key in FIXED:
-                    need(value in FIXED[key], key, value, " or ".join(map(repr, FIXED[key])))
-                elif key not in UNUSED and key not in MUST_EQUAL:
-                    raise ValueError(f"config: unknown key {key!r}")
+        flat, given = {}, {}
+        for key, value in flatten(source):
+            given[key] = value
+            if key in FIELDS:
+                need(flat.setdefault(key, value) == value, key, value,
+                     f"{flat[key]!r}, as elsewhere in the file")
+            elif key in FIXED:
+                need(value in FIXED[key], key, value, " or ".join(map(repr, FIXED[key])))
+            elif key not in UNUSED and key not in MUST_EQUAL:
+                raise ValueError(f"config: unknown key {key!r}")
         if not SITU_KEYS & flat.keys():
             flat.update(gate_lower_bound=None, activation_situ_beta=4.0,
                         activation_situ_linear_beta=25.0)
-        if vision is None:
-            flat["vt_num_hidden_layers"] = 0
-        for key in sorted(known - flat.keys()):
-            need(key in MAY_BE_MISSING or (vision is None and key in VISION), key, None, "given")
+        absent = set(FIELDS) - MAY_BE_MISSING - flat.keys()
+        if absent.issuperset(VISION):
+            flat["vt_num_hidden_layers"], absent = 0, absent.difference(VISION)
+        if absent:
+            raise ValueError(f"config: {min(absent)} is missing")
         config = cls(**flat)
         for key, like in MUST_EQUAL.items():
-            for group in (text, vision or {}):
-                value = getattr(config, like)
-                need(group.get(key, value) == value, key, group.get(key), like)
+            if key in given:
+                need(given[key] == getattr(config, like), key, given[key], like)
         return config
 
     def to_json(self):
@@ -303,15 +264,43 @@ def need(good, key, value, wanted):
         raise ValueError(f"config: {key} is {show(value)}, expected {wanted}")
 
 
-# How from_json and to_json treat the released keys, and what _check_kinds lets by.
+def flatten(config, names={}):
+    """(key, value) of a config.json and of the objects nested in it; `names` renames some keys."""
+    for key, value in config.items():
+        if key in NESTED:
+            need(isinstance(value, dict | None), key, value, "an object or null")
+            yield from flatten(value or {}, NESTED[key])
+        else:
+            yield names.get(key, key), value
+
+
+def check_kind(key, value, kind):
+    """One value by itself: its kind, `X | None` where null is a choice, and its range."""
+    kind, *null = typing.get_args(kind) or [kind]
+    if kind in (list, tuple):
+        good = type(value) in (list, tuple) and all(type(i) is int and 0 < i <= 1024 for i in value)
+        wanted = "a list of whole numbers from 1 to 1024"
+    elif kind is float:
+        good, wanted = type(value) in (int, float) and abs(value) < 1e38, "a finite number"
+    elif kind is int:
+        low = 0 if key in MAY_BE_ZERO or key.endswith("token_id") else 1
+        most = MOST.get(key, 2 ** 24 if key.endswith("token_id") else 2 ** 18)
+        good = type(value) is int and low <= value <= most
+        wanted = f"a whole number from {low} to {most}"
+    else:
+        good, wanted = type(value) is kind, "true or false" if kind is bool else "a string"
+    need(good or value is None and null, key, value, wanted)
+
+
+# How from_json and to_json treat the released keys, and what check_kind lets by.
 LINEAR = {"linear_num_heads": "num_heads", "linear_head_dim": "head_dim", **{key: key for key in (
     "kda_layers", "full_attn_layers", "short_conv_kernel_size", "gate_lower_bound",
     "use_full_rank_gate")}}                            # our field: key of linear_attn_config
-_fields = [f.name for f in dataclasses.fields(K3Config)]
-VISION = _fields[_fields.index("vt_num_hidden_layers"):]
+NESTED = {"text_config": {}, "vision_config": {},
+          "linear_attn_config": {theirs: ours for ours, theirs in LINEAR.items()}}
+FIELDS = [f.name for f in dataclasses.fields(K3Config)]
+VISION = FIELDS[FIELDS.index("vt_num_hidden_layers"):]
 SITU_KEYS = {"gate_lower_bound", "activation_situ_beta", "activation_situ_linear_beta"}
-OPTIONAL = {"kda_layers", "full_attn_layers", "gate_lower_bound", "q_lora_rank",
-            "attn_res_block_size", "num_experts", "routed_expert_hidden_size"}
 MOST = {"num_hidden_layers": 1024, "vt_num_hidden_layers": 1024, "num_experts": 8192,
         "num_nextn_predict_layers": 1, "patch_size": 1024, "short_conv_kernel_size": 64,
         "vocab_size": 2 ** 24, "max_position_embeddings": 2 ** 40}
@@ -332,18 +321,17 @@ FIXED = {  # keys of the release that this file builds at one value (or several 
     "pos_emb_interpolation_mode": ("bilinear",), "pos_emb_type": ("divided_fixed",),
     "projector_hidden_act": ("gelu",)}
 UNUSED = set("""
-    _attn_implementation _name_or_path add_cross_attention architectures auto_map
-    bad_words_ids begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size
-    decoder_start_token_id diversity_penalty do_sample early_stopping
-    encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task
-    forced_bos_token_id forced_eos_token_id head_dim id2label ignore_index image_placeholder
-    is_encoder_decoder label2id length_penalty max_length min_length no_repeat_ngram_size
-    num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
-    output_scores prefix problem_type pruned_heads quantization_config remove_invalid_values
-    repetition_penalty return_dict return_dict_in_generate rope_parameters rope_scaling
-    rope_theta sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
-    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
-    transformers_version typical_p use_bfloat16 use_cache use_grouped_topk""".split())
+    _attn_implementation _name_or_path add_cross_attention architectures auto_map bad_words_ids
+    begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id
+    diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
+    head_dim id2label ignore_index image_placeholder is_encoder_decoder label2id length_penalty
+    max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
+    output_attentions output_hidden_states output_scores prefix problem_type pruned_heads
+    quantization_config remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    rope_parameters rope_scaling rope_theta sep_token_id suppress_tokens task_specific_params
+    temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype
+    torchscript transformers_version typical_p use_bfloat16 use_cache use_grouped_topk""".split())
 
 # ---- Primitives, among them §2.3.2 SiTU-GLU ------------------------------------------------------
 
@@ -1709,9 +1697,9 @@ def mxfp4_encode(weight):
     """Nearest MXFP4 codes, ties to the even code.
 
     weight (..., n) finite floats, n a multiple of 32
-    Returns packed (..., n/2) and scale (..., n/32), uint8. Scale rule: the smallest power of two,
-    2^-127 at least, under which no value of the block exceeds 6, the largest code; so nothing is
-    clipped (7.9 becomes 8.0 = 4 * 2), decoded values encode to themselves, zeros get byte 0.
+    Returns packed (..., n/2) and scale (..., n/32), uint8. The scale is the smallest power of two,
+    2^-127 at least, under which no value exceeds 6, the largest code: nothing is clipped (7.9
+    becomes 8.0 = 4 * 2), and decoded values encode to themselves.
     """
     if weight.shape[-1] % 32:
         raise ValueError(f"MXFP4 wants a width that is a multiple of 32, got {weight.shape[-1]}")
@@ -1757,18 +1745,14 @@ INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "co
 SHARD = "model-{:05d}-of-{:06d}.safetensors"        # five digits, then six, as released
 
 
-class TensorInfo(NamedTuple):
-    """Where and as what a tensor is stored."""
-    dtype: str      # as the file spells it, a key of DTYPES
-    shape: tuple
-    shard: str
-    span: tuple     # first byte in the shard file, and one past the last
+# dtype as a key of DTYPES; span is the first byte in the shard file and one past the last
+TensorInfo = namedtuple("TensorInfo", "dtype shape shard span")
 
 
 def show(value):
     """repr, cut to a length that a sentence can hold."""
     text = repr(value)
-    return text if len(text) <= 160 else text[:150] + "..." + text[-1]
+    return text if len(text) <= 160 else f"{text[:150]}...{text[-1]}"
 
 
 def tensor_error(file, name, problem):
@@ -1791,70 +1775,53 @@ def parse_json(raw, where):
     return data
 
 
-def parse_header(raw, size, shard):
-    """Tensors of one safetensors file, name -> TensorInfo, from its JSON header and its length.
+def read_headers(files, heads):
+    """(shard, parse_header of it) for each shard -> (length, first 8 bytes)."""
+    spans = []
+    for shard, (size, head) in heads.items():
+        length = int.from_bytes(head, "little")
+        if not 2 <= length <= min(size - 8, MAX_JSON):
+            raise CheckpointError(f"{shard}: {size} bytes cannot hold a header of {length}")
+        spans.append((shard, 8, 8 + length))
+    for (shard, (size, _)), raw in zip(heads.items(), files.read(spans)):
+        yield shard, parse_header(raw, size, shard)
 
-    The tensors must tile the rest of the file, so that an overlap, a gap, a shifted header or a
-    cut file is refused. Nothing is allocated by what the header says.
+
+def parse_header(raw, size, shard):
+    """name -> TensorInfo of a safetensors file, from its JSON header and its length.
+
+    The tensors must tile the rest of the file; nothing is allocated by what the header says.
     """
     entries = parse_json(raw, f"{shard}: header")
     notes = entries.pop("__metadata__", {})
     if type(notes) is not dict or any(type(v) is not str for v in notes.values()):
         raise CheckpointError(f"{shard}: __metadata__ must map strings to strings")
-    infos, shapes, at = {}, {}, 8 + len(raw)
     for name, entry in entries.items():
-        try:
-            dtype, shape, span = tensor_info(entry, at, size)
-        except ValueError as error:
-            raise tensor_error(shard, name, f": {error}") from None
-        infos[name] = TensorInfo(sys.intern(dtype), shapes.setdefault(shape, shape), shard, span)
-    for name, info in sorted(infos.items(), key=lambda item: item[1].span):
-        if info.span[0] != at:
-            raise tensor_error(shard, name, f" starts at byte {info.span[0]}, but the one before "
-                               f"it ends at {at}")
-        at = info.span[1]
+        if not makes_sense(entry):
+            raise tensor_error(shard, name, f": {show(entry)} is not a known dtype, a possible "
+                               "shape, and data_offsets of as many bytes")
+    infos, shapes, base, at = {}, {}, 8 + len(raw), 8 + len(raw)
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        start, end = (base + offset for offset in entry["data_offsets"])
+        if start != at or end > size:
+            raise tensor_error(shard, name, f" lies at bytes {start} to {end}, but what is before "
+                               f"it ends at {at} and the file at {size}")
+        dtype, shape, at = sys.intern(entry["dtype"]), tuple(entry["shape"]), end
+        infos[name] = TensorInfo(dtype, shapes.setdefault(shape, shape), shard, (start, end))
     if at != size:
         raise CheckpointError(f"{shard}: the tensors end at byte {at}, the file at {size}")
     return infos
 
 
-def tensor_info(entry, base, size):
-    """(dtype, shape, span) of a header's entry; base is where the tensors begin."""
-    def counts(x, most):
-        return type(x) is list and len(x) <= most and all(type(n) is int and n >= 0 for n in x)
-    if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError("wanted exactly dtype, shape and data_offsets")
-    dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if type(dtype) is not str or dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {show(dtype)}")
-    if not counts(shape, 32) or math.prod(n or 1 for n in shape) >= 2 ** 60:    # torch's strides
-        raise ValueError(f"impossible shape {show(shape)}")
-    if not counts(span, 2) or len(span) != 2 or span[0] > span[1] or base + span[1] > size:
-        raise ValueError(f"data_offsets {show(span)} are not within {size - base} bytes of data")
-    if math.prod(shape) * DTYPES[dtype].itemsize != span[1] - span[0]:
-        raise ValueError(f"{dtype} of shape {shape} does not fill {span[1] - span[0]} bytes")
-    return dtype, tuple(shape), (base + span[0], base + span[1])
-
-
-def header_span(file, size, head):
-    """Where the header of a file of `size` bytes lies, by its first 8 bytes, if it can fit."""
-    length = int.from_bytes(head, "little")
-    if not 2 <= length <= min(size - 8, MAX_JSON):
-        raise CheckpointError(f"{file}: {size} bytes cannot hold a header of {length}")
-    return file, 8, 8 + length
-
-
-def read_safetensors(path):
-    """One file's tensors, name -> view of the mapped file."""
-    folder, file = os.path.split(path)
-    files = Folder(folder or ".")
-    head = files.heads([file])[file]
-    if head is None:
-        raise CheckpointError(f"{path}: no such file")
-    infos = parse_header(files.read([header_span(file, *head)])[0], head[0], file)
-    buffers = files.read([(file, *info.span) for info in infos.values()])
-    return {name: as_tensor(buffer, name, info)
-            for (name, info), buffer in zip(infos.items(), buffers)}
+def makes_sense(entry):
+    """Whether a header's entry is, by itself, that of a tensor that torch can hold."""
+    try:
+        dtype, shape, (start, end) = (entry[key] for key in ("dtype", "shape", "data_offsets"))
+        return (len(entry) == 3 and len(shape) <= 32 and math.prod(n or 1 for n in shape) < 2 ** 60
+                and all(type(n) is int and n >= 0 for n in (*shape, start, end))
+                and math.prod(shape) * DTYPES[dtype].itemsize == end - start)
+    except (TypeError, KeyError, ValueError):
+        return False
 
 
 def as_tensor(buffer, name, info):
@@ -1866,9 +1833,24 @@ def as_tensor(buffer, name, info):
         return torch.empty(info.shape, dtype=dtype)
     flat = torch.frombuffer(buffer, dtype=torch.uint8)
     flat = flat.clone() if flat.data_ptr() % dtype.itemsize else flat
-    if dtype == torch.bool and flat.max() > 1:
-        raise tensor_error(info.shard, name, ": a BOOL byte is neither 0 nor 1")
     return flat.view(dtype).view(info.shape)
+
+
+def read_tensors(files, infos):
+    """key -> tensor for key -> TensorInfo, fetched together; local ones are views."""
+    buffers = files.read([(info.shard, *info.span) for info in infos.values()])
+    return {key: as_tensor(buffer, key, infos[key]) for key, buffer in zip(infos, buffers)}
+
+
+def read_safetensors(path):
+    """One file's tensors, name -> view of the mapped file."""
+    folder, file = os.path.split(path)
+    files = Folder(folder or ".")
+    heads = files.heads([file])
+    if not heads[file]:
+        raise CheckpointError(f"{path}: no such file")
+    [(_, infos)] = read_headers(files, heads)
+    return read_tensors(files, infos)
 
 
 class Folder:
@@ -1882,18 +1864,15 @@ class Folder:
 
     def whole(self, name):
         """All bytes of a small file, None if it is absent; NAME.gz will do as well."""
-        paths = [os.path.join(self.path, name + end) for end in ("", ".gz")]
-        path = next(filter(os.path.isfile, paths), None)
-        if path is None:
-            return None
-        try:
-            with (open if path == paths[0] else gzip.open)(path, "rb") as file:
-                raw = file.read(MAX_JSON + 1)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise CheckpointError(f"{path}: damaged gzip ({error})") from None
-        if len(raw) > MAX_JSON:
-            raise CheckpointError(f"{path}: over {MAX_JSON:,} bytes")
-        return raw
+        path = os.path.join(self.path, name)
+        for path, reader in ((path, open), (f"{path}.gz", gzip.open)):
+            if os.path.isfile(path):
+                try:
+                    with reader(path, "rb") as file:
+                        return file.read(MAX_JSON)     # what is longer will not parse
+                except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                    raise CheckpointError(f"{path}: damaged gzip ({error})") from None
+        return None
 
     def heads(self, files):
         """file -> (length, first 8 bytes), or None for an absent one."""
@@ -1913,21 +1892,11 @@ class Folder:
         for file in {span[0] for span in spans}:
             with open(os.path.join(self.path, file), "rb") as f:
                 maps[file] = mmap.mmap(f.fileno(), 0, flags=flags)
-        for file, start, end in join(spans, math.inf):      # a page fault alone would bring 128 KB
+        for file, start, end in spans:                      # a page fault alone would bring 128 KB
             page = start - start % mmap.PAGESIZE
             if start < end <= len(maps[file]):
                 maps[file].madvise(mmap.MADV_WILLNEED, page, end - page)
         return [memoryview(maps[file])[start:end] for file, start, end in spans]
-
-
-def join(spans, most):
-    """Sorted (file, start, end), touching ones merged into ranges of at most `most` bytes."""
-    joined = []
-    for file, start, end in sorted(spans):
-        if joined and joined[-1][::2] == (file, start) and end - joined[-1][1] <= most:
-            start = joined.pop()[1]
-        joined.append((file, start, end))
-    return joined
 
 
 class Redirect(urllib.request.HTTPRedirectHandler):
@@ -1942,11 +1911,10 @@ class Redirect(urllib.request.HTTPRedirectHandler):
 
 
 class Web:
-    """Files below a base URL, read by byte ranges, a few in flight, optionally kept on disk.
+    """Folder's calls for files below a base URL, by byte ranges, a few in flight.
 
-    Its calls are Folder's. A part is (file, start, end); versions: file -> (length, ETag or date).
-    Kept pieces are filed under URL, length and ETag (or date), so a file that changed is fetched
-    anew; where the server gives neither, none are kept.
+    A part is (file, start, end); versions: file -> (length, ETag or date). With a cache, parts are
+    kept on disk under URL and version, if the server gives one: a changed file is fetched anew.
     """
     PIECE = 32 << 20                                    # bytes: what a cut connection may cost
     TRIES, PAUSE, TIMEOUT, IN_FLIGHT = 5, 0.5, 60, 6    # the pause (s) doubles after every try
@@ -1964,57 +1932,40 @@ class Web:
             return {f: head and (self.versions[f][0], head) for f, head in zip(files, heads)}
 
     def read(self, spans):
-        parts = [[(file, at, min(at + self.PIECE, end)) for at in range(start, end, self.PIECE)]
-                 for file, start, end in spans]
-        pieces = {part: self._kept(part) for part in sum(parts, [])}
-        self._download(pieces)
-        return [bytearray().join(pieces.pop(part) for part in some) for some in parts]
-
-    def _download(self, pieces):
-        """Fill in the pieces that are None; a progress line each second on stderr."""
-        began = told = time.time()
-        waiting = sorted(part for part, piece in pieces.items() if piece is None)
-        ranges, done = join(waiting, self.PIECE), 0
-        try:
-            with ThreadPoolExecutor(self.IN_FLIGHT) as pool:
-                bodies = pool.map(lambda span: self._get(*span), ranges)
-                for (file, start, end), body in zip(ranges, bodies):
-                    if body is None:
-                        raise CheckpointError(f"{self.base}/{file}: it is gone")
-                    while waiting and waiting[0][0] == file and waiting[0][1] < end:
-                        part = waiting.pop(0)
-                        pieces[part] = body[part[1] - start:part[2] - start]
-                        self._keep(part, pieces[part])
-                    done, now = done + len(body), time.time()
-                    if now - told > 1 or not waiting and now - began > 1:
-                        told = now
-                        print(f"\r{done / 1e6:,.0f} MB at {done / 1e6 / (now - began):,.1f} MB/s",
-                              end="", file=sys.stderr, flush=True)
-        finally:
-            if told > began:
-                print(file=sys.stderr)
-
-    def _keep(self, part, data):
-        if path := self._path(part):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with replacing(path) as kept:
-                kept.write(data)
+        """Large spans in parts, touching parts in one request; from 100 MB on progress is shown."""
+        cuts = [[(file, at, min(at + self.PIECE, end)) for at in range(start, end, self.PIECE)]
+                for file, start, end in spans]
+        parts = {part: self._kept(part) for part in sum(cuts, [])}
+        groups = touching([part for part, body in parts.items() if body is None], self.PIECE)
+        done, total = 0, sum(end - start for group in groups for _, start, end in group)
+        with ThreadPoolExecutor(self.IN_FLIGHT) as pool:
+            answers = pool.map(lambda group: self._get(*group[0][:2], group[-1][2]), groups)
+            for group, answer in zip(groups, answers):
+                if answer is None:
+                    raise CheckpointError(f"{self.base}/{group[0][0]}: it is gone")
+                for part in group:
+                    start, end = (at - group[0][1] for at in part[1:])
+                    parts[part] = answer[start:end]
+                    self._keep(part, parts[part])
+                done += len(answer)
+                if total > 100e6:
+                    print(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB", end="\r", file=sys.stderr)
+        return [bytearray().join(parts.pop(part) for part in some) for some in cuts]
 
     def _get(self, file, start=0, end=None):
         """Bytes start to end of a file, or all of it; None if there is no such file."""
+        url = f"{self.base}/{file}"
         for failed in range(self.TRIES):
             time.sleep(self.PAUSE * 2 ** failed if failed else 0)
             try:
-                return self._ask(f"{self.base}/{file}", file, start, end)
-            except http.client.InvalidURL as error:
-                raise CheckpointError(f"{self.base}/{file}: {error}") from None
+                return self._ask(url, file, start, end)
             except (OSError, http.client.HTTPException) as error:
                 status, problem = getattr(error, "code", 500), error
             if status in (404, 410):
                 return None
-            if status < 500 and status not in (408, 429):
+            if status < 500 and status not in (408, 429) or type(problem) is http.client.InvalidURL:
                 break
-        raise CheckpointError(f"{self.base}/{file}: {problem}")
+        raise CheckpointError(f"{url}: {problem}")
 
     def _ask(self, url, file, start, end):
         request, most = urllib.request.Request(url), MAX_JSON
@@ -2047,7 +1998,7 @@ class Web:
             raise CheckpointError(f"{url}: the file changed while it was being read")
 
     def _path(self, part):
-        """Where a piece is kept; None if it is not."""
+        """Where a part is kept; None if it is not."""
         file, start, end = part
         if not self.cache or not self.versions[file][1]:
             return None
@@ -2056,10 +2007,27 @@ class Web:
 
     def _kept(self, part):
         path, length = self._path(part), part[2] - part[1]
-        if path and os.path.isfile(path):
+        if path and os.path.isfile(path) and os.path.getsize(path) == length:
             with open(path, "rb") as file:
-                data = file.read(length + 1)
-            return data if len(data) == length else None
+                return file.read()
+        return None
+
+    def _keep(self, part, body):
+        if path := self._path(part):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with replacing(path) as file:
+                file.write(body)
+
+
+def touching(spans, most):
+    """Sorted (file, start, end), in groups without a gap and of at most `most` bytes."""
+    groups = []
+    for file, start, end in sorted(spans):
+        if groups and groups[-1][-1][::2] == (file, start) and end - groups[-1][0][1] <= most:
+            groups[-1].append((file, start, end))
+        else:
+            groups.append([(file, start, end)])
+    return groups
 
 
 def files_of(place, cache=None):
@@ -2069,39 +2037,48 @@ def files_of(place, cache=None):
     return Web(place, cache) if re.match(r"(?i)https?://", str(place)) else Folder(place)
 
 
+def released_names(names, file):
+    """Stored name -> released name: the prefix `language_model.` is added if all lack it."""
+    bare = next((n for n in names if n.startswith(("model.", "lm_head."))), None)
+    full = next((n for n in names if n.startswith("language_model.")), None)
+    if bare and full:
+        raise CheckpointError(f"{file}: tensors {show(bare)} and {show(full)} mix two prefixes")
+    return {name: "language_model." * name.startswith(("model.", "lm_head.")) + name
+            for name in names}
+
+
 class Checkpoint:
     """Tensors of a folder or an http(s) base URL, by name, none read before it is asked for.
 
-    An index wins over a single model.safetensors. Names that start with `model.` or `lm_head.`
-    get the released prefix `language_model.`. Every shard that the index names must be there,
-    unless index_only; its header is read, and held against the index, when first needed.
-    shard_of: name -> shard; total_size: what the index says; bytes_read: of tensors, so far.
+    An index wins over a single model.safetensors. Every shard that it names must be there, unless
+    index_only; a shard's header is read, and held against the index, when first needed.
+    shard_of    released name -> shard
+    total_size  what the index says; bytes_read: of tensors, so far
+    _unread     shard -> (length, first 8 bytes), until its header is read
+    _infos      name -> TensorInfo, of the headers read so far
     Anything malformed raises CheckpointError with the file and the tensor.
-
-    _promised  shard -> names it must hold by the index; None: whatever its header says
-    _unread    shard -> (length, first 8 bytes), until its header is read
-    _infos     name -> TensorInfo, of the headers read so far
     """
 
     def __init__(self, path_or_url, cache=None, index_only=False):
         self.place = str(path_or_url).rstrip("/") or str(path_or_url)
-        self.files = files_of(self.place, cache)
-        self.bytes_read, self.total_size, self._config, self._infos = 0, None, None, {}
+        self.files, self.index_only = files_of(self.place, cache), index_only
+        self.bytes_read, self.total_size, self._infos = 0, None, {}
         raw = self.files.whole(INDEX)
-        self._promised = {SINGLE: None} if raw is None else {}
-        if raw is not None:
-            self._read_index(parse_json(raw, INDEX))
-        elif index_only:
+        if raw is None and index_only:
             raise CheckpointError(f"{self.place}: there is no {INDEX}")
+        self.shard_of = {} if raw is None else self._read_index(parse_json(raw, INDEX))
+        self._names_of = {} if self.shard_of else {SINGLE: None}    # None: whatever the header says
+        for name, shard in self.shard_of.items():
+            self._names_of.setdefault(shard, set()).add(name)
         self._unread = {} if index_only else self._find_shards()
         if raw is None:
-            self._load([SINGLE])
-            self.shard_of = dict.fromkeys(self._infos, SINGLE)
+            self.shard_of = dict.fromkeys(self.tensors, SINGLE)
         self._check_packed()
 
     def _read_index(self, index):
+        """shard_of, by the index."""
         names, notes = index.get("weight_map"), index.get("metadata", {})
-        if type(names) is not dict or not names or type(notes) is not dict:
+        if not (type(names) is type(notes) is dict and names):
             raise CheckpointError(f"{INDEX}: wanted objects weight_map, not empty, and metadata")
         self.total_size = notes.get("total_size")
         if type(self.total_size) not in (int, type(None)):
@@ -2110,13 +2087,11 @@ class Checkpoint:
             if type(shard) is not str or not re.fullmatch(r"(?a)[\w-][\w.-]*\.safetensors", shard):
                 raise tensor_error(INDEX, name, f": {show(shard)} is not a .safetensors file of "
                                    "the same folder")
-            self._promised.setdefault(shard, set()).add(name)
-        self._set_prefix(names, INDEX)
-        self.shard_of = {self._full(name): shard for name, shard in names.items()}
+        return {name: names[stored] for stored, name in released_names(names, INDEX).items()}
 
     def _find_shards(self):
         """_unread of all shards; refused if one is absent."""
-        heads = self.files.heads(list(self._promised))
+        heads = self.files.heads(list(self._names_of))
         absent = sorted(shard for shard, head in heads.items() if head is None)
         if absent == [SINGLE]:
             raise CheckpointError(f"{self.place}: there is neither an index nor a {SINGLE}")
@@ -2125,55 +2100,37 @@ class Checkpoint:
                                   f"index names are absent: {', '.join(absent)}")
         return heads
 
-    def _set_prefix(self, names, file):
-        bare = next((n for n in names if n.startswith(("model.", "lm_head."))), None)
-        full = next((n for n in names if n.startswith("language_model.")), None)
-        if bare and full:
-            raise CheckpointError(f"{file}: tensors {show(bare)} and {show(full)} mix two prefixes")
-        self._prefix = "language_model." if bare else ""
-
-    def _full(self, name):
-        """The released name of a stored one."""
-        return self._prefix + name if name.startswith(("model.", "lm_head.")) else name
-
     def _check_packed(self):
         """Packed or not is decided by the stored names alone; an undecidable one is refused."""
         for name, shard in self.shard_of.items():
-            if not name.endswith((".weight_packed", ".weight_scale")):
-                continue
             stem, _, part = name.rpartition("_")
-            other = f"{stem}_{'scale' if part == 'packed' else 'packed'}"
-            if other not in self.shard_of or stem in self.shard_of:
-                raise tensor_error(shard, name, ": wanted weight_packed and weight_scale together, "
-                                   "or weight alone")
+            if stem.endswith(".weight") and part in ("packed", "scale"):
+                both = {f"{stem}_packed", f"{stem}_scale"} <= self.shard_of.keys()
+                if not both or stem in self.shard_of:
+                    raise tensor_error(shard, name, ": wanted weight_packed and weight_scale "
+                                       "together, or weight alone")
 
     def _load(self, shards):
-        """Read the headers of these shards, side by side, and hold them against the index."""
-        spans = [header_span(shard, *self._unread[shard]) for shard in shards]
-        for shard, raw in zip(shards, self.files.read(spans)):
-            infos = parse_header(raw, self._unread[shard][0], shard)
-            promised = self._promised[shard]
-            if promised is None:
-                self._set_prefix(infos, shard)
-            elif infos.keys() != promised:
-                name = min(infos.keys() ^ promised)
-                place = "header" if name in infos else "index"
-                raise tensor_error(shard, name, f" is only in the {place}")
-            self._infos.update((self._full(name), info) for name, info in infos.items())
+        """Read the headers of these shards and hold them against the index."""
+        for shard, stored in read_headers(self.files, {s: self._unread[s] for s in shards}):
+            infos = {name: stored[s] for s, name in released_names(stored, shard).items()}
+            promised = self._names_of[shard] or infos.keys()
+            if odd := infos.keys() ^ promised:
+                place = "index" if min(odd) in promised else "header"
+                raise tensor_error(shard, min(odd), f" is only in the {place}")
+            self._infos.update(infos)
             del self._unread[shard]
 
-    @property
+    @functools.cached_property
     def config(self):
         """config.json as a K3Config."""
-        if self._config is None:
-            raw = self.files.whole(CONFIG)
-            if raw is None:
-                raise CheckpointError(f"{self.place}: there is no {CONFIG}")
-            try:
-                self._config = K3Config.from_json(parse_json(raw, CONFIG))
-            except ValueError as error:
-                raise CheckpointError(f"{self.place}/{CONFIG}: {error}") from None
-        return self._config
+        raw = self.files.whole(CONFIG)
+        if raw is None:
+            raise CheckpointError(f"{self.place}: there is no {CONFIG}")
+        try:
+            return K3Config.from_json(parse_json(raw, CONFIG))
+        except ValueError as error:
+            raise CheckpointError(f"{self.place}/{CONFIG}: {error}") from None
 
     @property
     def tensors(self):
@@ -2201,12 +2158,12 @@ class Checkpoint:
         return [f"{name}_packed", f"{name}_scale"] if packed else [name]
 
     def fetch(self, names):
-        """stored name -> tensor as stored, for many at once; local ones are views."""
-        infos = {name: self.info(name) for name in names}
-        spans = [(info.shard, *info.span) for info in infos.values()]
-        self.bytes_read += sum(end - start for _, start, end in spans)
-        return {name: as_tensor(buffer, name, info)
-                for (name, info), buffer in zip(infos.items(), self.files.read(spans))}
+        """stored name -> tensor as stored, for many at once."""
+        return self._read({name: self.info(name) for name in names})
+
+    def _read(self, infos):
+        self.bytes_read += sum(info.span[1] - info.span[0] for info in infos.values())
+        return read_tensors(self.files, infos)
 
     def unpack(self, fetched, name, dtype=None):
         """A weight out of what fetch(stored(name)) gave, MXFP4 decoded (to fp32 by default)."""
@@ -2226,60 +2183,51 @@ class Checkpoint:
         """Rows `index` of a matrix as stored; over a network only these are read."""
         info = self.info(name)
         if len(info.shape) != 2 or not all(0 <= i < info.shape[0] for i in index):
-            raise tensor_error(info.shard, name, f" of shape {list(info.shape)} lacks rows "
-                               "asked for")
-        dtype = DTYPES[info.dtype]
-        width, base = info.shape[1] * dtype.itemsize, info.span[0]
-        spans = {i: (base + i * width, base + (i + 1) * width) for i in index}         # each once
-        self.bytes_read += width * len(spans)
-        buffers = self.files.read([(info.shard, *span) for span in spans.values()])
-        rows = {i: as_tensor(buffer, name, info._replace(shape=info.shape[1:], span=spans[i]))
-                for i, buffer in zip(spans, buffers)}
-        if not rows:
-            return torch.empty(0, info.shape[1], dtype=dtype)
-        return torch.stack([rows[i] for i in index])
+            raise tensor_error(info.shard, name, f" of shape {list(info.shape)} lacks a row")
+        dtype, columns, base = DTYPES[info.dtype], info.shape[1], info.span[0]
+        width = columns * dtype.itemsize
+        rows = self._read({i: info._replace(
+            shape=(1, columns), span=(base + i * width, base + (i + 1) * width)) for i in index})
+        return torch.cat([torch.empty(0, columns, dtype=dtype), *(rows[i] for i in index)])
 
     def verify(self):
-        """What differs from what the config wants, a line each; an empty list is good.
+        """Names, shapes, dtypes, shards and total size that the config wants otherwise, as lines.
 
-        Names, shapes, dtypes, shards and total size. Reads headers only, or nothing but the index
-        if it was opened so.
+        Reads headers only, or nothing but the index if it was opened so.
         """
         packed = any(name.endswith(".weight_packed") for name in self.shard_of)
         items = list(inventory(self.config, "mxfp4" if packed else "bf16"))
         count, one_file = max(item[3] for item in items), set(self.shard_of.values()) == {SINGLE}
         wanted = {name: (shape, dtype, SINGLE if one_file else SHARD.format(shard, count))
                   for name, shape, dtype, shard, *_ in items}
-        index_only = not self._infos and not self._unread
         heads = (self.config.linear_num_heads,)
-        for name in [] if index_only else wanted.keys() & self.tensors.keys():
+        for name in wanted.keys() & self.tensors.keys():
             if name.endswith("A_log") and self.tensors[name].shape == heads:
                 wanted[name] = (heads, *wanted[name][1:])      # without its padding: as good
-        return compare_inventory(wanted, self, index_only)
+        return compare_inventory(wanted, self)
 
 
-def compare_inventory(expected, checkpoint, index_only=False):
-    """Differences between what a config promises and what is stored, one line each.
+def compare_inventory(expected, checkpoint):
+    """Differences from name -> (shape, dtype as in DTYPES, shard or None for any), a line each.
 
-    expected  name -> (shape, dtype as in DTYPES, shard or None for any); with index_only shapes
-              and dtypes only serve for the total size, since no header is read
+    With index_only shapes and dtypes only serve for the total size.
     """
-    found, lines = checkpoint.shard_of if index_only else checkpoint.tensors, []
+    shard_of, infos, lines = checkpoint.shard_of, checkpoint.tensors, []
     for name, (shape, dtype, shard) in expected.items():
-        if name not in found:
+        if name not in shard_of:
             lines.append(f"missing: {name}")
             continue
-        if not index_only and found[name].shape != tuple(shape):
-            lines.append(f"shape: {name} has {list(found[name].shape)}, wanted {list(shape)}")
-        if not index_only and found[name].dtype != dtype:
-            lines.append(f"dtype: {name} has {found[name].dtype}, wanted {dtype}")
-        if shard not in (None, checkpoint.shard_of[name]):
-            lines.append(f"shard: {name} is in {checkpoint.shard_of[name]}, wanted {shard}")
-    lines += [f"extra: {n} in {checkpoint.shard_of[n]}" for n in found if n not in expected]
-    if index_only:
-        total = sum(math.prod(s) * DTYPES[dtype].itemsize for s, dtype, _ in expected.values())
-    else:
-        total = sum(info.span[1] - info.span[0] for info in found.values())
+        info = infos.get(name)
+        if info and info.shape != tuple(shape):
+            lines.append(f"shape: {name} has {list(info.shape)}, wanted {list(shape)}")
+        if info and info.dtype != dtype:
+            lines.append(f"dtype: {name} has {info.dtype}, wanted {dtype}")
+        if shard not in (None, shard_of[name]):
+            lines.append(f"shard: {name} is in {shard_of[name]}, wanted {shard}")
+    lines += [f"extra: {name} in {shard_of[name]}" for name in shard_of if name not in expected]
+    kinds = expected.values() if checkpoint.index_only else [
+        (info.shape, info.dtype, None) for info in infos.values()]
+    total = sum(math.prod(shape) * DTYPES[dtype].itemsize for shape, dtype, _ in kinds)
     if checkpoint.total_size not in (None, total):
         lines.append(f"total size: {checkpoint.total_size:,} in the index, {total:,} in tensors")
     return lines
@@ -2316,11 +2264,11 @@ def write_safetensors(path, tensors):
     header, at = {"__metadata__": {"format": "pt"}}, 0
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     for name in order:
-        dtype, shape, start = tensors[name].dtype, list(tensors[name].shape), at
-        if dtype not in DTYPE_NAMES:
-            raise tensor_error(path, name, f": {dtype} cannot be stored")
-        at += math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [start, at]}
+        t = tensors[name]
+        if t.dtype not in DTYPE_NAMES:
+            raise tensor_error(path, name, f": {t.dtype} cannot be stored")
+        header[name] = {"dtype": DTYPE_NAMES[t.dtype], "shape": list(t.shape),
+                        "data_offsets": [at, at := at + t.nbytes]}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     with replacing(path) as file:
@@ -2336,14 +2284,8 @@ def write_checkpoint(folder, shards, config, files=None):
     shards  iterable of dicts name -> tensor; a generator keeps one shard in memory at a time
     config  dict for config.json; files: further name -> bytes, such as the tokenizer's
     Everything goes to FOLDER.partial; then FOLDER becomes FOLDER.old, FOLDER.partial becomes
-    FOLDER, and FOLDER.old goes. A kill between the renames leaves both whole, and the next save
-    starts by undoing the first. Returns the bytes of all tensors.
-    Refused: a folder that holds anything but a checkpoint, for it would be lost.
+    FOLDER, and FOLDER.old goes. After a kill between the renames the next save undoes the first.
     """
-    for name in files or ():
-        if os.path.basename(name) != name or name in ("", ".", "..", CONFIG, INDEX):
-            raise CheckpointError(f"{folder}: {show(name)} is not the name of a further file of "
-                                  "this folder")
     folder = os.path.realpath(folder)
     files = {CONFIG: json.dumps(config, indent=2).encode(), **(files or {})}
     new, old = folder + ".partial", folder + ".old"
@@ -2355,37 +2297,35 @@ def write_checkpoint(folder, shards, config, files=None):
         shutil.rmtree(place, ignore_errors=True)
     os.makedirs(new)
     try:
-        total = write_files(new, shards, files)
+        write_files(new, shards, files)
         if os.path.isdir(folder):
             os.rename(folder, old)
         os.rename(new, folder)
     finally:
         shutil.rmtree(new, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
-    return total
 
 
 def write_files(folder, shards, files):
-    """The shards, then the other files and the index; returns the bytes of all tensors."""
-    weight_map, total, count = {}, 0, 0
+    """The shards, then the other files and the index."""
+    shard_of, total, count = {}, 0, 0
     for count, tensors in enumerate(shards, 1):
-        if twice := weight_map.keys() & tensors.keys():
+        if twice := shard_of.keys() & tensors.keys():
             raise tensor_error(folder, min(twice), " is in two shards")
-        weight_map.update(dict.fromkeys(tensors, count))
+        shard_of.update(dict.fromkeys(tensors, count))
         total += sum(tensor.nbytes for tensor in tensors.values())
         write_safetensors(os.path.join(folder, SHARD.format(count, 0)), tensors)
     for i in range(1, count + 1):                  # how many there are is known only now
         os.rename(*(os.path.join(folder, SHARD.format(i, of)) for of in (0, count)))
-    weight_map = {name: SHARD.format(i, count) for name, i in weight_map.items()}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    index = {"metadata": {"total_size": total},
+             "weight_map": {name: SHARD.format(i, count) for name, i in shard_of.items()}}
     for name, data in {**files, INDEX: json.dumps(index, indent=2).encode()}.items():
         with replacing(os.path.join(folder, name)) as file:
             file.write(data)
-    return total
 
 
 def refuse_strangers(folder, files):
-    """A folder is replaced only if it holds nothing but what a checkpoint consists of."""
+    """A folder is replaced only if all that it holds, and would lose, is a checkpoint's."""
     for name in os.listdir(folder) if os.path.exists(folder) else []:
         plain = re.sub(r"\.\d+-\d+\.tmp$", "", name)           # what a killed save left
         shard = re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", plain)
@@ -2399,9 +2339,7 @@ HELD_F32 = (*STORED_F32, "block_sparse_moe.gate.weight")       # what Module.fp3
 
 
 def inventory(config, experts="mxfp4"):
-    """Every tensor of a checkpoint in the released layout, from the config alone: a generator of
-
-        name, shape, dtype, shard, source, e
+    """(name, shape, dtype, shard, source, e) of every tensor in the released layout, one by one.
 
     source is the state_dict entry it comes from, e the expert within it or None. Shard i + 1 holds
     layer i whole, then come one with the embedding, the head and the final norms, the projector's
@@ -2416,16 +2354,15 @@ def inventory(config, experts="mxfp4"):
         layer = re.match(r"language_model\.model\.layers\.(\d+)\.", source)
         shard = (int(layer[1]) + 1 if layer else n + 2 if source.startswith("mm_projector") else
                  n + 3 if source.startswith("vision_tower") else n + 1)
-        shape = tuple(t.shape)
         prefix, dot, w = source.rpartition(".experts.")
         if not dot:
-            if source.endswith("A_log"):
-                shape = (max(128, len(t)),)            # zeros fill it up
+            shape = (max(128, len(t)),) if source.endswith("A_log") else tuple(t.shape)   # padded
             stored = "F32" if source.endswith(STORED_F32) else dtype
             yield source, shape, stored, shard, source, None
             continue
-        for e in range(shape[0]):
-            name, (out, width) = expert_name(prefix, e, w), shape[1:]
+        count, out, width = t.shape
+        for e in range(count):
+            name = expert_name(prefix, e, w)
             if experts == "mxfp4":
                 yield f"{name}_packed", (out, width // 2), "U8", shard, source, e
                 yield f"{name}_scale", (out, width // 32), "U8", shard, source, e
@@ -2438,85 +2375,89 @@ def expert_name(prefix, e, w):
     return f"{prefix}.experts.{e}.{w}.weight"
 
 
+def check_names(checkpoint):
+    """CheckpointError unless exactly the weights that the config calls for are stored."""
+    stored = {name.removesuffix("_packed") for name in checkpoint.shard_of
+              if not name.endswith(".weight_scale")}
+    for name, *_ in inventory(checkpoint.config, "bf16"):
+        if name not in stored:
+            raise CheckpointError(f"{checkpoint.place}: there is no tensor {show(name)}")
+        stored.remove(name)
+    if stored:
+        name = min(stored)
+        raise CheckpointError(f"{checkpoint.place}: {len(stored)} tensors that the config does not "
+                              f"call for, the first {show(name)} in "
+                              f"{checkpoint.shard_of[checkpoint.stored(name)[0]]}")
+
+
 def load_model(path, dtype=torch.float32, device="cpu"):
     """The model of a checkpoint (folder, URL or Checkpoint), all weights in memory, in eval mode.
 
-    dtype is the weights'; those that must be fp32 stay so. Strict: a tensor that is missing, left
-    over or of another shape raises CheckpointError with its name.
+    dtype is the weights'; those that must be fp32 stay so. A tensor that is missing, left over or
+    of another shape raises CheckpointError.
     """
     if not dtype.is_floating_point:
         raise ValueError(f"{dtype} cannot hold weights")
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    check_names(checkpoint)
     with torch.device("meta"):
         model = K3(checkpoint.config)
-    read = Reader(checkpoint, dtype, device)
-    weights = {name: read(name, t.shape) for name, t in model.state_dict().items()}
-    model.load_state_dict(weights, assign=True)
-    if left := sorted(checkpoint.shard_of.keys() - read.used):
-        raise CheckpointError(f"{checkpoint.place}: {len(left)} tensors that the config does not "
-                              f"call for, the first {show(left[0])} in "
-                              f"{checkpoint.shard_of[left[0]]}")
-    return model.eval()
+    Reader(checkpoint, dtype, device).fill(model)
+    return model
 
 
 class Reader:
-    """state_dict entries out of a checkpoint: read(name, shape) -> tensor.
-
-    dtype None keeps the stored ones. `used` keeps the stored names that were read.
-    """
+    """Weights out of a checkpoint, of the shape that the model wants; dtype None: as stored."""
 
     def __init__(self, checkpoint, dtype, device):
-        self.checkpoint, self.dtype, self.device, self.used = checkpoint, dtype, device, set()
+        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
 
-    def __call__(self, name, shape):
+    def fill(self, module, prefix=""):
+        """Give a module of the meta device its weights, and set it to eval mode."""
+        weights = {name: self.entry(prefix + name, t.shape)
+                   for name, t in module.state_dict().items()}
+        module.load_state_dict(weights, assign=True)
+        module.eval()
+
+    def entry(self, name, shape):
+        """One entry of a state_dict: a weight, or a stack of all experts'."""
         dtype = self.dtype
         if dtype is not None and name.endswith(HELD_F32):
             dtype = torch.promote_types(dtype, torch.float32)
         prefix, dot, w = name.rpartition(".experts.")
         if not dot:
-            return self.one(name, shape, dtype).to(self.device)
-        stack = None
-        for e in range(shape[0]):
-            t = self.one(expert_name(prefix, e, w), shape[1:], dtype)
-            if stack is None:                          # only now is the size known to be true
-                last = expert_name(prefix, shape[0] - 1, w)
-                self.checkpoint.info(self.checkpoint.stored(last)[0])
-                stack = torch.empty(*shape, dtype=t.dtype, device=self.device)
-            stack[e] = t
-        return stack
+            return self.one(name, shape, dtype)
+        return torch.stack([self.one(expert_name(prefix, e, w), shape[1:], dtype)
+                            for e in range(shape[0])])
 
     def one(self, name, shape, dtype, fetched=None):
         """One stored weight, out of `fetched` if it is there already."""
         stored = self.checkpoint.stored(name)
         info = self.checkpoint.info(stored[0])
-        self.used.update(stored)
         if len(stored) == 1 and not DTYPES[info.dtype].is_floating_point:
             raise tensor_error(info.shard, name, f" is {info.dtype}, a weight is floating point")
         fetched = self.checkpoint.fetch(stored) if fetched is None else fetched
         t = self.checkpoint.unpack(fetched, name, dtype)
-        if name.endswith("conv1d.weight") and t.dim() == 2:
-            t = t.unsqueeze(1)                         # [C, W] is stored by some
-        if name.endswith("A_log") and t.dim() == 1 and len(t) > shape[0] and not t[shape[0]:].any():
+        if name.endswith("A_log") and not t[shape[0]:].any():
             t = t[:shape[0]]                           # 96 heads, then zeros up to 128
         self.fits(stored[0], t.shape, shape)
-        return t
+        return t.to(self.device)
 
     def fits(self, stored, found, wanted):
         """CheckpointError unless the weight has the shape that the config wants."""
         if found != wanted:
-            shard, zeros = self.checkpoint.shard_of[stored], " and zeros" * stored.endswith("A_log")
-            raise tensor_error(shard, stored, f" gives {list(found)}, the config wants "
-                               f"{list(wanted)}{zeros}")
+            wanted = f"{list(wanted)}{' and zeros' * stored.endswith('A_log')}"
+            raise tensor_error(self.checkpoint.shard_of[stored], stored,
+                               f" gives {list(found)}, the config wants {wanted}")
 
 
 def save_checkpoint(model, folder, experts="mxfp4", files=None):
-    """Write the model in the released layout: shards, index, config.json; dtypes of `inventory`.
+    """Write the model as a checkpoint in the released layout, with the dtypes of `inventory`.
 
     experts  "mxfp4": routed experts rounded to MXFP4 (loaded ones come out as they were);
              "bf16": kept as BF16
-    files    further name -> bytes to put beside them, such as the tokenizer's
-    The folder's old checkpoint is replaced only when the new one is whole. Raises CheckpointError
-    if it cannot be written, ValueError for weights MXFP4 cannot hold.
+    config.json is the model's; files, and what happens to an old checkpoint: write_checkpoint.
+    Raises CheckpointError if it cannot be written, ValueError for weights MXFP4 cannot hold.
     """
     if experts not in ("mxfp4", "bf16"):
         raise ValueError(f"experts {experts!r}: there are mxfp4 and bf16")
@@ -2528,11 +2469,10 @@ def save_checkpoint(model, folder, experts="mxfp4", files=None):
             tensors = {}
             for name, shape, dtype, _, source, e in group:
                 t = entries[source] if e is None else entries[source][e]
+                t = F.pad(t, (0, shape[0] - len(t))) if name.endswith("A_log") else t
                 if name.endswith("_packed"):
                     tensors[name], tensors[name[:-6] + "scale"] = mxfp4_encode(t)
                 elif not name.endswith("_scale"):      # written with its codes
-                    if name.endswith("A_log"):
-                        t = F.pad(t, (0, shape[0] - len(t)))
                     tensors[name] = t.to(DTYPES[dtype])
             yield tensors
     file = config.to_json()
@@ -2557,15 +2497,15 @@ class StoredExperts(nn.Module):
         self.shapes = {w: getattr(experts, w).shape[1:] for w in ("w1", "w3", "w2")}
 
     def forward(self, x, experts, weights):
-        chosen = experts.unique().tolist()
+        chosen, read = experts.unique().tolist(), Reader(self.checkpoint, None, x.device)
         self.touched = len(chosen)
         names = [expert_name(self.prefix, e, w) for e in chosen for w in self.shapes]
-        stored = [part for name in names for part in self.checkpoint.stored(name)]
-        fetched, read = self.checkpoint.fetch(stored), Reader(self.checkpoint, x.dtype, x.device)
+        fetched = self.checkpoint.fetch(
+            [part for name in names for part in self.checkpoint.stored(name)])
 
         def matrices(w):
             return Lazy(lambda e: read.one(expert_name(self.prefix, e, w), self.shapes[w], x.dtype,
-                                           fetched).to(x.device))
+                                           fetched))
         return experts_loop(x, experts, weights, *map(matrices, self.shapes), self.act)
 
 
@@ -2582,64 +2522,51 @@ class Lazy:
 class StreamedK3(K3):
     """K3 whose weights stay in the checkpoint: a layer's are read as it runs, then dropped.
 
-    The modules stay on the meta device; a layer that runs is a copy, filled. Weights keep their
-    stored dtype, as views of the mapped files, and rise to the activations' dtype one matrix at a
-    time. Of the embedding only the rows asked for are read, of the routed experts only the chosen.
+    Modules stay on the meta device; a layer that runs is a copy, filled with views of the mapped
+    files, which rise to the activations' dtype one matrix at a time. Of the embedding only the rows
+    asked for are read, of the routed experts only the chosen.
     Raises CheckpointError, before anything runs, for a tensor too many or too few.
     """
+    EMBED, HEAD = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
     device = None                                      # K3's property would look at a weight
 
     def __init__(self, checkpoint, dtype=torch.float32, device="cpu"):
+        check_names(checkpoint)
         with torch.device("meta"):
             super().__init__(checkpoint.config)
         self.checkpoint, self.compute_dtype, self.device = checkpoint, dtype, torch.device(device)
-        self.read = Reader(checkpoint, None, self.device)
-        wanted = {name for name in self.state_dict() if ".experts." not in name}
-        if odd := wanted ^ {name for name in checkpoint.shard_of if ".experts." not in name}:
-            problem = "there is no" if min(odd) in wanted else "the config does not call for"
-            raise CheckpointError(f"{checkpoint.place}: {problem} tensor {show(min(odd))}")
-        for name in ("model.embed_tokens", "lm_head"):
-            name, c = f"language_model.{name}.weight", self.config
+        self.read, c = Reader(checkpoint, None, self.device), self.config
+        for name in (self.EMBED, self.HEAD):
             self.read.fits(name, checkpoint.info(name).shape, (c.vocab_size, c.hidden_size))
-        text = self.language_model.model
-        for name in ("norm", "output_attn_res_norm", "output_attn_res_proj"):
-            if hasattr(text, name):
-                self.fill(getattr(text, name), f"language_model.model.{name}")
+        for name, module in self.language_model.model.named_children():
+            if name not in ("embed_tokens", "layers", "mtp"):
+                self.read.fill(module, f"language_model.model.{name}.")
         self.eval()
-
-    def fill(self, module, prefix):
-        """Give a meta module its stored weights, except routed experts."""
-        if moe := getattr(module, "block_sparse_moe", None):
-            moe.experts = StoredExperts(self.checkpoint, f"{prefix}.block_sparse_moe", moe.experts)
-        weights = {name: self.read(f"{prefix}.{name}", t.shape)
-                   for name, t in module.state_dict().items()}
-        module.load_state_dict(weights, assign=True)
-        return module.eval()
 
     def layer(self, i):
         layer = copy.deepcopy(self.language_model.model.layers[i])
-        return self.fill(layer, f"language_model.model.layers.{i}")
+        prefix = f"language_model.model.layers.{i}."
+        if moe := getattr(layer, "block_sparse_moe", None):
+            moe.experts = StoredExperts(self.checkpoint, f"{prefix}block_sparse_moe", moe.experts)
+        self.read.fill(layer, prefix)
+        return layer
 
     def embed_tokens(self, ids):
-        name = "language_model.model.embed_tokens.weight"
-        rows = self.checkpoint.rows(name, ids.flatten().tolist())
+        rows = self.checkpoint.rows(self.EMBED, ids.flatten().tolist())
         return rows.to(self.device).unflatten(0, ids.shape)
 
     def head(self, h):
         """In slices of the vocabulary: the whole matrix in fp32 would be 4.7 GB."""
-        name, V, step = "language_model.lm_head.weight", self.config.vocab_size, 16384
-        slices = (self.checkpoint.rows(name, range(a, min(a + step, V))) for a in range(0, V, step))
+        V, step = self.config.vocab_size, 16384
+        slices = (self.checkpoint.rows(self.HEAD, range(a, min(a + step, V)))
+                  for a in range(0, V, step))
         return torch.cat([F.linear(h, w.to(h.device, h.dtype)) for w in slices], -1)
 
     def encode_media(self, *args):
-        held = {name: module for name, module in self.named_children() if name != "language_model"}
-        for name, module in held.items():
-            setattr(self, name, self.fill(copy.deepcopy(module), name))
-        try:
-            return super().encode_media(*args)
-        finally:
-            for name, module in held.items():
-                setattr(self, name, module)
+        if self.config.vt_num_hidden_layers:
+            self.read.fill(self.vision_tower, "vision_tower.")
+            self.read.fill(self.mm_projector, "mm_projector.")
+        return super().encode_media(*args)
 
 
 def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float32, device="cpu",
@@ -2650,10 +2577,8 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
     checkpoint  a Checkpoint, folder or URL
     input_ids   [B, T], or a list of ids; not looked at where A > 0
     layers      (A, B): layers A to B - 1 only; None: all, and the logits
-    start       tensors that an earlier trace recorded, needed for A > 0: `layers.{A-1}.prefix_sum`
-                and the blocks stored before A (`embed`, `layers.{j S - 1}.prefix_sum`)
-    forced      tensors with `layers.i.topk_idx`: expert ids to use, so that a flipped near-tie is
-                not an error
+    start       recorded tensors, for A > 0: the running sum and stored blocks before it (`resume`)
+    forced      tensors with `layers.i.topk_idx`: expert ids to use instead of the router's
     record      a dict to fill, as in K3.forward
     watch       called as watch(i, note, line) after each layer i (None before the first and after
                 the last): its tensors by their short names, and a line on what it was and cost
@@ -2670,24 +2595,21 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
     keep = (lambda found: None) if record is None else record.update
     with torch.no_grad():
         if A == 0:
-            ids = torch.as_tensor(input_ids, device=device)
+            ids = torch.as_tensor(input_ids)
             ids = ids.unsqueeze(0) if ids.dim() == 1 else ids
             model.check_input(ids, None)
-            s, _ = model.embed(ids, pixel_values, grid_thws, record)
-            keep({"embed": s})
-            blocks = []
+            s, _ = model.embed(ids.to(device), pixel_values, grid_thws, record)
+            known, blocks = {"embed": s}, []
+            watch(None, known, "")
         else:
             known = resume(start or {}, A, config)
-            keep(known)
             *blocks, s = (x.to(device, dtype) for x in known.values())
+        keep(known)
         check_forced(forced, s.shape[:2], config)
-        if A == 0:
-            watch(None, {"embed": s}, "")
         for i in range(A, B):
             began, read, before, note = time.time(), checkpoint.bytes_read, [*blocks, s], {}
             layer = model.layer(i)
             s, blocks = layer(s, blocks, note=note, forced=forced.get(f"layers.{i}.topk_idx"))
-            note = {name: note[name] for name in (*RECORDED, "gap") if name in note}
             if record is not None:
                 record_layer(record, i, note)
             read, seconds = checkpoint.bytes_read - read, time.time() - began
@@ -2704,10 +2626,7 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
 
 
 def layer_line(i, layer, before, blocks, note, size, seconds):
-    """Kind, bytes read, seconds, RMS of the running sum, experts touched, mean AttnRes weights.
-
-    before: the sources that the layer started from; blocks: those stored after it.
-    """
+    """What layer i was and cost; before: sources at its start, blocks: those stored at its end."""
     moe = getattr(layer, "block_sparse_moe", None)
     kind = f"{type(layer.self_attn).__name__}+{'dense' if moe is None else 'MoE'}"
     rms = f32(note["prefix_sum"]).square().mean().sqrt()
@@ -2724,37 +2643,31 @@ def layer_line(i, layer, before, blocks, note, size, seconds):
 
 
 def resume(tensors, A, config):
-    """Recorded tensors, name -> [B, T, D]: the blocks stored before layer A, then the running sum.
-
-    Every S-th layer stores the sum it finds: the embedding, or what the layer before it left.
-    Raises ValueError for one that is missing or of another shape than the first.
-    """
-    S, known = config.attn_res_block_size, {}
-    for i in [*(range(0, A, S) if S else ()), A]:
+    """name -> [B, T, D] of recorded tensors: blocks stored before layer A, then the running sum."""
+    S, D, known = config.attn_res_block_size, config.hidden_size, {}
+    for i in [*(range(0, A, S) if S else ()), A]:      # every S-th layer stores the sum it finds
         name = "embed" if i == 0 else f"layers.{i - 1}.prefix_sum"
         if name not in tensors:
             raise ValueError(f"layers from {A} on need {name}, "
                              "which the file they start from does not hold")
         x = known[name] = tensors[name]
-        shape, D = next(iter(known.values())).shape, config.hidden_size
-        if x.dim() != 3 or x.shape != shape or x.shape[-1] != D or not x.is_floating_point():
+        shape = next(iter(known.values())).shape               # the first one's
+        if x.shape != shape or x.shape[2:] != (D,) or not x.is_floating_point():
             raise ValueError(f"{name} is {x.dtype} {list(x.shape)}, expected floats [B, T, {D}]")
     return known
 
 
 def check_forced(tensors, shape, config):
     """ValueError unless each topk_idx is [*shape, k] of different experts for each token."""
-    want, n = [*shape, config.num_experts_per_token], config.num_experts or 0
+    want, n = (*shape, config.num_experts_per_token), config.num_experts or 0
     for name, idx in tensors.items():
-        if name.endswith(".topk_idx"):
-            good = idx.dtype == torch.int64 and list(idx.shape) == want
-            if good and idx.numel():
-                good = 0 <= idx.min() and idx.max() < n and (idx.sort(-1).values.diff() > 0).all()
-            if not good:
-                raise ValueError(f"{name} to force is {idx.dtype} {list(idx.shape)}, expected "
-                                 f"int64 {want}, different experts below {n} for each token")
+        if name.endswith(".topk_idx") and not (
+                idx.dtype == torch.int64 and idx.shape == want
+                and ((idx >= 0) & (idx < n)).all() and (idx.sort(-1).values.diff() > 0).all()):
+            raise ValueError(f"{name} to force is {idx.dtype} {list(idx.shape)}, expected int64 "
+                             f"{list(want)}, different experts below {n} for each token")
 
-# ---- Text: tokenizer and chat framing ------------------------------------------------------------
+# ---- Text: tokenizer, chat framing, generation ---------------------------------------------------
 
 TOKENIZER = ("tiktoken.model", "tokenizer_config.json")
 NUM_SPECIAL = 256                  # control ids, after the ranks; those without a name are reserved
@@ -2791,7 +2704,6 @@ class Tokenizer:
 
     def __init__(self, ranks, special):
         self.special = special
-        self.eos = special.get("[EOS]")
         self.stop = {special[name] for name in ("[EOS]", "<|end_of_msg|>") if name in special}
         self.bpe = tiktoken.Encoding("k3", pat_str=SPLIT, mergeable_ranks=ranks,
                                      special_tokens=special)
@@ -2818,30 +2730,20 @@ class Tokenizer:
 
     def stream(self, ids):
         """Text as ids come, whole characters only: bytes of an unfinished one wait for the rest."""
-        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        for i in ids:
-            if text := utf8.decode(self.token(i)):
-                yield text
-        if text := utf8.decode(b"", final=True):
-            yield text
+        return codecs.iterdecode(map(self.token, ids), "utf-8", "replace")
 
 
 def read_ranks(raw, count, where):
     """tiktoken.model, lines of a base64 token and its rank, as token -> rank; all below count."""
-    ranks, lines = {}, raw.splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            token, rank = line.split()
-            if not rank.isdigit():
-                raise ValueError
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError:
-            raise CheckpointError(f"{where}: line {number} is not a base64 token "
-                                  "and its rank") from None
-    found = set(ranks.values())
-    if not len(lines) == len(ranks) == count or found != set(range(count)):
+    try:
+        lines = [line.split() for line in raw.splitlines()]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except ValueError as error:
+        raise CheckpointError(f"{where}: not lines of a base64 token and its rank "
+                              f"({error})") from None
+    if len(lines) != count or sorted(ranks.values()) != list(range(count)):
         raise CheckpointError(f"{where}: expected ranks 0 to {count - 1}, each once, found "
-                              f"{len(lines)} lines of {len(ranks)} tokens and {len(found)} ranks")
+                              f"{len(lines)} lines of {len(ranks)} tokens")
     if not all(bytes([b]) in ranks for b in range(256)):
         raise CheckpointError(f"{where}: some single bytes have no rank, so not every text has ids")
     return ranks
@@ -2850,14 +2752,12 @@ def read_ranks(raw, count, where):
 def load_tokenizer(place):
     """The tokenizer of a checkpoint (folder, URL or Checkpoint), out of its TOKENIZER files.
 
-    The lowest special id says how many ranks there must be. Raises CheckpointError, naming the
-    file, if they are not exactly that many, or a special id or name is out of place.
+    The lowest special id says how many ranks there must be. CheckpointError names the file.
     """
-    files, where = ((place.files, place.place) if isinstance(place, Checkpoint) else
-                    (files_of(place), place))
+    files = place.files if isinstance(place, Checkpoint) else files_of(place)
     raw, path = [files.whole(name) for name in TOKENIZER], TOKENIZER[1]
     if None in raw:
-        raise CheckpointError(f"{where}: there is no {TOKENIZER[raw.index(None)]}")
+        raise CheckpointError(f"{place}: there is no {TOKENIZER[raw.index(None)]}")
     try:
         table = parse_json(raw[1], path)["added_tokens_decoder"]
         names = {int(i): entry["content"] for i, entry in table.items()}
@@ -2873,20 +2773,12 @@ def load_tokenizer(place):
     return Tokenizer(read_ranks(raw[0], first, TOKENIZER[0]), special)
 
 
-def byte_tokenizer(names=CONTROL):
-    """TOKENIZER files, name -> bytes, for bytes as ids 0 to 255, then names as control ids."""
-    table = {str(i): {"content": name, "special": True} for i, name in enumerate(names, 256)}
+def byte_tokenizer():
+    """TOKENIZER files, name -> bytes, for bytes as ids 0 to 255, then CONTROL's names."""
+    table = {str(i): {"content": name, "special": True} for i, name in enumerate(CONTROL, 256)}
     ranks = "".join(f"{base64.b64encode(bytes([b])).decode()} {b}\n" for b in range(256))
     config = json.dumps({"added_tokens_decoder": table}, indent=1)
     return dict(zip(TOKENIZER, (ranks.encode(), config.encode())))
-
-
-def save_byte_tokenizer(folder, names=CONTROL):
-    """Write byte_tokenizer's files."""
-    os.makedirs(folder, exist_ok=True)
-    for name, raw in byte_tokenizer(names).items():
-        with replacing(os.path.join(folder, name)) as file:
-            file.write(raw)
 
 
 def tag(tokenizer, kind, name, **attributes):
@@ -2899,8 +2791,8 @@ def tag(tokenizer, kind, name, **attributes):
 
 
 def encode_parts(tokenizer, parts):
-    """Ids of texts and of images, each given by its (w, h), one after another."""
-    return [i for part in parts for i in (
+    """Ids of a text, or of a list of texts and of images, each given by its (w, h)."""
+    return [i for part in ([parts] if isinstance(parts, str) else parts) for i in (
         tokenizer.encode(part) if isinstance(part, str) else
         tokenizer.encode(image_prompt(*part), control=True))]
 
@@ -2915,16 +2807,14 @@ def chat_prompt(tokenizer, messages, thinking=True):
         start = tag(tokenizer, "<|open|>", name, **attributes)
         return start + ids + tag(tokenizer, "<|close|>", name)
 
-    def content(parts):
-        return encode_parts(tokenizer, [parts] if isinstance(parts, str) else parts)
-
     ids = []
     for message in messages:
-        body = content(message["content"])
+        body = encode_parts(tokenizer, message["content"])
         if message["role"] == "assistant":
             body = inside("response", body)
             if thinking:                               # then always, even with nothing in it
-                body = inside("think", content(message.get("reasoning_content", ""))) + body
+                thought = encode_parts(tokenizer, message.get("reasoning_content", ""))
+                body = inside("think", thought) + body
         ids += inside("message", body, role=message["role"]) + [tokenizer.control("<|end_of_msg|>")]
     ids += tag(tokenizer, "<|open|>", "message", role="assistant")
     return ids + tag(tokenizer, "<|open|>", "think" if thinking else "response")
@@ -2950,29 +2840,33 @@ def chat_reply(tokenizer, ids, thinking=True):
         else:
             channel, edge = tokenizer.decode(name) if edge == opening else None, None
 
-# ---- Text out ------------------------------------------------------------------------------------
+
+def chat_text(tokenizer, ids, thinking=True):
+    """chat_reply as text to read; with thinking, each channel below its name in brackets."""
+    reply = chat_reply(tokenizer, ids, thinking)
+    for n, (channel, pairs) in enumerate(groupby(reply, lambda pair: pair[0])):
+        if thinking:
+            yield "\n\n" * (n > 0) + f"[{channel}]\n"
+        yield from tokenizer.stream(i for _, i in pairs)
 
 
 def sample(logits, temperature, top_p, generator):
-    """One id from logits [V]; top_p keeps the fewest ids that together reach it.
-
-    temperature 0 takes the largest. Raises ValueError for logits that are not finite.
-    """
+    """One id from logits [V], the largest at temperature 0; top_p: the fewest that reach it."""
     if not logits.isfinite().all():
         raise ValueError("the logits are not finite: the weights are damaged, "
                          "or the dtype too narrow")
     if temperature == 0:
         return int(logits.argmax())
     p, order = (logits.double() / temperature).softmax(-1).sort(descending=True)
-    p = torch.where(p.cumsum(-1) - p < top_p, p, torch.zeros_like(p))
+    p = torch.where(p.cumsum(-1) - p < top_p, p, 0)
     return int(order[torch.multinomial(p.cpu(), 1, generator=generator)])
 
 
 class DecodeGraph:
     """One decoding step as a CUDA graph: step(ids [B, 1]) -> logits [B, 1, V].
 
-    state must have a capacity. Every step works on a copy of it and stores the copy's tensors back,
-    so that the graph always reads and writes the same memory.
+    A step works on a copy of the state, which must have a capacity, and stores the copy's tensors
+    back, so that the graph always reads and writes the same memory.
     """
 
     def __init__(self, model, state):
@@ -3008,10 +2902,7 @@ class DecodeGraph:
 
 @torch.no_grad()
 def generate_ids(model, ids, max_new_tokens, temperature=0.0, top_p=1.0, seed=0, stop=(), **media):
-    """Continue ids one at a time, up to one in `stop` (not given out) or max_new_tokens.
-
-    Raises ValueError for an empty prompt and for settings out of range.
-    """
+    """Continue ids one at a time, up to one in `stop` (not given out) or max_new_tokens."""
     if not ids:
         raise ValueError("the prompt is empty: there is nothing to continue")
     if not (temperature == 0 or 1e-6 <= temperature < math.inf) or not 0 < top_p <= 1:
@@ -3071,16 +2962,16 @@ def generate_drafted(model, ids, max_new_tokens):
 
 
 def generate(model, tokenizer, prompt, max_new_tokens=256, temperature=0.0, top_p=1.0, seed=0,
-             **media):
+             read=Tokenizer.stream, **media):
     """Text that continues `prompt` (text, or chat_prompt's ids), in whole characters as it comes.
 
-    Ends at the tokenizer's or the config's end token, or after max_new_tokens. media: pixel_values,
-    grid_thws. Raises ValueError as generate_ids does.
+    Ends at the tokenizer's or the config's end token, or after max_new_tokens. read(tokenizer, ids)
+    makes the text; media: pixel_values, grid_thws.
     """
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     stop = {*tokenizer.stop, model.config.eos_token_id}
     ids = generate_ids(model, ids, max_new_tokens, temperature, top_p, seed, stop, **media)
-    yield from tokenizer.stream(ids)
+    yield from read(tokenizer, ids)
 
 # ---- Figures: drawn, and their numbers computed, by the functions above --------------------------
 
@@ -3096,8 +2987,7 @@ def draw_decay(fig, config):
     top = math.log(torch.finfo(torch.bfloat16).max)            # e^88.7; fp32 ends there too
     for name, g_min, logits in (("Kimi Linear", None, (8, 12, 20)),
                                 ("K3", config.gate_lower_bound, (20,))):
-        zeros = torch.zeros_like(z)
-        g = kda_log_decay(z.view(1, 1, 1, -1), zeros[:1], zeros, g_min).flatten()
+        g = kda_log_decay(z.view(1, 1, 1, -1), torch.zeros(1), torch.zeros(len(z)), g_min).flatten()
         [curve] = left.plot(z, g, label=name)
         for logit, style in zip(logits, ("-", "--", ":")):
             reach = -tokens * g[(z - logit).abs().argmin()]
@@ -3223,18 +3113,17 @@ def parameter_table(config):
 
     with torch.device("meta"):
         model = K3(config)
-    c, text, parts, layers = config, model.language_model.model, {}, {}
+    c, text, layers = config, model.language_model.model, {}
+    parts = dict.fromkeys(("gated MLA", "KDA", "latent MoE", "dense MLP"))
     for layer in text.layers:
-        moe = getattr(layer, "block_sparse_moe", None)
-        parts["gated MLA" if isinstance(layer.self_attn, MLA) else "KDA"] = layer.self_attn
+        attn, moe = layer.self_attn, getattr(layer, "block_sparse_moe", None)
+        parts["gated MLA" if isinstance(attn, MLA) else "KDA"] = attn
         parts["dense MLP" if moe is None else "latent MoE"] = layer.mlp if moe is None else moe
-        kind = f"{type(layer.self_attn).__name__} + {'dense' if moe is None else 'MoE'}"
+        kind = f"{type(attn).__name__} + {'dense' if moe is None else 'MoE'}"
         layers.setdefault(kind, []).append(layer)
     table = {"vocabulary embedding": size(text.embed_tokens),
-             "output head": size(model.language_model.lm_head)}
-    for name in ("gated MLA", "KDA", "latent MoE", "dense MLP"):
-        if name in parts:
-            table[name] = size(parts[name])
+             "output head": size(model.language_model.lm_head),
+             **{name: size(part) for name, part in parts.items() if part is not None}}
     if c.attn_res_block_size is not None:
         table["each AttnRes mix"] = 2 * c.hidden_size
     table["each layer RMSNorm"] = c.hidden_size
@@ -3290,45 +3179,45 @@ class TraceReport:
     def __call__(self, i, note, line):
         if line:
             print(line, flush=True)
-        prefix = "" if i is None else f"layers.{i}."
         for name in note:
-            if prefix + name in self.reference:
-                self.compare(prefix + name, note, name)
+            full = name if i is None else f"layers.{i}.{name}"
+            if full in self.reference:
+                good, text = self.compare(note, name, self.reference[full])
+                print(f"  {'ok  ' if good else 'DIFF'} {full:28s} {text}", flush=True)
+                self.seen += 1
+                self.bad += [] if good else [full]
 
-    def compare(self, full, note, name):
-        got, want = note[name].cpu(), self.reference[full]
+    def compare(self, note, name, want):
+        """Whether a tensor agrees, and how far it is off."""
+        got = note[name].cpu()
         if got.dim() == want.dim() and got.shape[2:] == want.shape[2:]:
             common = tuple(map(slice, map(min, got.shape, want.shape)))
             got, want = got[common], want[common]      # a file may hold the first positions only
-        self.seen += 1
         if not want.numel():
-            self.say(full, False, "is empty in the reference, or here")
-        elif got.shape != want.shape:
-            self.say(full, False, f"has shape {list(got.shape)}, the reference {list(want.shape)}")
-        elif name == "topk_idx":
+            return False, "is empty in the reference, or here"
+        if got.shape != want.shape:
+            return False, f"has shape {list(got.shape)}, the reference {list(want.shape)}"
+        if name == "topk_idx":
             flipped = (got != want).any(-1)
-            gap = note["gap"].cpu()[tuple(map(slice, flipped.shape))][flipped]
-            near = flipped.any() and bool((gap < 1e-3).all())
             text = f"{int(flipped.sum())} of {flipped.numel()} tokens route differently"
-            text += f", by a gap of at most {gap.max():.1e}: near-ties" if near else ""
-            self.say(full, near or not flipped.any(), text)
-        else:
-            want, off = want.double(), got.double() - want.double()
-            error = (off.norm() / want.norm().clamp_min(1e-300)).item()
-            self.say(full, error <= self.rtol, f"relative error {error:.2e}, "
-                     f"largest {off.abs().max().item():.2e}")
-
-    def say(self, name, good, text):
-        print(f"  {'ok  ' if good else 'DIFF'} {name:28s} {text}", flush=True)
-        if not good:
-            self.bad.append(name)
+            gap = note["gap"].cpu()[tuple(map(slice, flipped.shape))][flipped]
+            if not len(gap) or gap.max() >= 1e-3:
+                return not len(gap), text
+            return True, f"{text}, by a gap of at most {gap.max():.1e}: near-ties"
+        want, off = want.double(), got.double() - want.double()
+        error = (off.norm() / want.norm().clamp_min(1e-300)).item()
+        return error <= self.rtol, f"relative error {error:.2e}, largest {off.abs().max():.2e}"
 
 
 def trace_command(args):
     """k3.py trace: 1 if a tensor differs from the reference."""
     checkpoint = Checkpoint(args.checkpoint, cache=args.cache)
-    start, reference = ({} if path is None else read_safetensors(path)
+    start, reference = (read_safetensors(path) if path is not None else {}
                         for path in (args.start, args.against))
+    if args.text == "":
+        raise ValueError("the text is empty")
+    if not 0 <= args.rtol < math.inf:
+        raise ValueError(f"--rtol {args.rtol} is not a finite number from 0 on")
     if args.force_routing and not any(name.endswith(".topk_idx") for name in reference):
         raise ValueError("--force-routing needs --against with a file that holds expert ids")
     if args.dump is not None and (os.path.isdir(args.dump) or
@@ -3343,11 +3232,10 @@ def trace_command(args):
         ids, media = prompt_ids(args, checkpoint, {**reference, **start})
     report, record = TraceReport(reference, args.rtol), {}
     trace(checkpoint, ids, args.layers, None if args.dump is None else record,
-          dtype=DTYPE_BY_NAME[args.dtype], device=args.device, start=start,
-          forced=reference if args.force_routing else None, kernel=args.kernel, watch=report,
-          **media)
+          dtype=getattr(torch, args.dtype), device=args.device, start=start, kernel=args.kernel,
+          forced=reference if args.force_routing else None, watch=report, **media)
     if args.dump is not None:
-        read = {} if ids is None else {"input_ids": torch.as_tensor(ids)}
+        read = {} if ids is None else {"input_ids": ids}
         write_safetensors(args.dump, {**read, **record})
     if args.against and not report.seen:
         raise ValueError(f"{args.against} holds none of the tensors that were computed")
@@ -3359,10 +3247,7 @@ def trace_command(args):
 
 
 def prompt_ids(args, checkpoint, tensors):
-    """input_ids [1, T] of --ids, of --image and --text, or a file's own; and the media arguments.
-
-    Raises ValueError for ids outside the vocabulary, or a placeholder that no picture will fill.
-    """
+    """input_ids [1, T] of --ids, of --image and --text, or of a file; and the media arguments."""
     sizes, media = open_pictures(args)
     if args.ids is not None:
         try:
@@ -3371,8 +3256,6 @@ def prompt_ids(args, checkpoint, tensors):
             raise ValueError(f"--ids {show(args.ids)}: expected whole numbers "
                              "between commas") from None
     elif args.text is not None:
-        if not args.text:
-            raise ValueError("the text is empty")
         ids = encode_parts(load_tokenizer(checkpoint), [*sizes, args.text])
     elif "input_ids" in tensors:
         return tensors["input_ids"], media
@@ -3398,27 +3281,25 @@ def open_pictures(args):
 
 def generate_command(args):
     """k3.py generate: the text, as it comes."""
-    checkpoint = Checkpoint(args.checkpoint, cache=args.cache)
-    tokenizer, dtype = load_tokenizer(checkpoint), DTYPE_BY_NAME[args.dtype]
     if not args.prompt:
         raise ValueError("the prompt is empty: there is nothing to continue")
-    sizes, media = open_pictures(args)
-    content = [*sizes, args.prompt]
+    checkpoint = Checkpoint(args.checkpoint, cache=args.cache)
+    tokenizer, (sizes, media) = load_tokenizer(checkpoint), open_pictures(args)
+    content, read = [*sizes, args.prompt], Tokenizer.stream
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system else []
         messages = [*system, {"role": "user", "content": content}]
         prompt = chat_prompt(tokenizer, messages, args.think)
+        read = functools.partial(chat_text, thinking=args.think)
     else:
         prompt = encode_parts(tokenizer, content)
-    model = (StreamedK3 if args.layers_on_demand else load_model)(checkpoint, dtype, args.device)
+    model = (StreamedK3 if args.layers_on_demand else load_model)(
+        checkpoint, getattr(torch, args.dtype), args.device)
     model.kernel = args.kernel
     for text in generate(model, tokenizer, prompt, args.max_new_tokens, args.temperature,
-                         args.top_p, args.seed, **media):
+                         args.top_p, args.seed, read, **media):
         print(text, end="", flush=True)
     print()
-
-
-DTYPE_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 def layer_range(text):
@@ -3429,22 +3310,14 @@ def layer_range(text):
     return (int(match[1]), int(match[2])) if match[1] else (int(match[3]), int(match[3]) + 1)
 
 
-def tolerance(text):
-    """A finite number from 0 on."""
-    if not 0 <= float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a finite number from 0 on")
-    return float(text)
-
-
 def device(text):
     """A device that can hold values here and now."""
     try:
-        if torch.device(text).type == "meta":
-            raise RuntimeError("it holds no values")
-        return torch.zeros(1, device=text).device
+        torch.zeros(1, device=text).item()                         # "meta" holds none
     except (RuntimeError, AssertionError, ImportError) as e:       # unknown, or lacking here
         reason = str(e).splitlines()[0]
         raise argparse.ArgumentTypeError(f"{text!r} cannot be used ({reason})") from None
+    return torch.device(text)
 
 
 def one_sentence(error):
@@ -3479,19 +3352,16 @@ def build_parser():
         common(add)
         add("--image", action="append", metavar="F", help="a picture before the text; repeatable")
         add("--device", type=device, default="cpu", help="cpu, cuda, cuda:1, ...")
-        add("--dtype", choices=DTYPE_BY_NAME, default="float32", help="of activations")
-        add("--kernel", choices=["plain", "fast"], default="plain",
-            help="definitions, or kernels.py")
+        add("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")
+        add("--kernel", choices=["plain", "fast"], default="plain", help="fast: kernels.py")
 
-    add = command("params", params_command,
-                  "parameters by part, active ones, bytes on disk and in the cache")
+    add = command("params", params_command, "parameters by part, bytes on disk and in the cache")
     add("--config", metavar="F", help="a config.json; without it the released model's numbers")
     add("--json", action="store_true")
     add = command("verify", verify_command,
                   "every tensor's name, dtype and shape against the config; reads no weights")
     common(add)
-    add("--index-only", action="store_true",
-        help="names, shards and total size only: no shard is opened")
+    add("--index-only", action="store_true", help="names, shards and total size, by the index")
     add("--json", action="store_true")
     add = command("trace", trace_command,
                   "the forward pass a layer at a time, each against a reference if there is one")
@@ -3503,22 +3373,18 @@ def build_parser():
     add("--dump", metavar="F", help="write all recorded tensors to this safetensors file")
     add("--against", metavar="F", help="compare with such a file")
     add("--force-routing", action="store_true", help="use the expert ids of --against")
-    add("--rtol", type=tolerance, default=1e-3,
-        help="relative error that counts as equal (%(default)s)")
+    add("--rtol", type=float, default=1e-3, help="relative error accepted (%(default)s)")
     add = command("generate", generate_command, "text that continues a prompt, as it comes")
     running(add)
     add("--prompt", required=True)
     add("--max-new-tokens", type=int, default=256, metavar="N")
-    add("--temperature", type=float, default=1.0,
-        help="0 always takes the likeliest (%(default)s)")
+    add("--temperature", type=float, default=1.0, help="0: the likeliest (%(default)s)")
     add("--top-p", type=float, default=1.0)
     add("--seed", type=int, default=0)
     add("--chat", action="store_true", help="wrap the prompt in the released chat framing")
     add("--system", help="with --chat: a system message before it")
-    add("--no-think", dest="think", action="store_false",
-        help="with --chat: answer in the response channel")
-    add("--layers-on-demand", action="store_true",
-        help="stream layers from disk, for models beyond memory")
+    add("--no-think", dest="think", action="store_false", help="with --chat: no thinking first")
+    add("--layers-on-demand", action="store_true", help="stream layers of models beyond memory")
     add = command("figures", figures_command,
                   "the report's Figs. 3, 4 and 5, and the cost of context, drawn by this code")
     add("--out", default="out", metavar="DIR", help="for the PNGs (%(default)s)")

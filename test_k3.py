@@ -1127,8 +1127,9 @@ def test_damaged_tokenizer_config_is_refused(vocab, config):
 
 def test_byte_tokenizer(tmp_path):
     """The toy's tokenizer: bytes are ids, control ids follow, and the same loader opens it."""
-    k3.save_byte_tokenizer(tmp_path / "toy")
-    tok = k3.load_tokenizer(tmp_path / "toy")
+    for name, raw in k3.byte_tokenizer().items():
+        (tmp_path / name).write_bytes(raw)
+    tok = k3.load_tokenizer(tmp_path)
     assert tok.encode("é<|open|>") == list("é<|open|>".encode())
     assert [tok.special[name] for name in k3.CONTROL] == list(range(256, 256 + len(k3.CONTROL)))
 
@@ -1172,6 +1173,8 @@ def test_reply_starts_inside_the_open_channel(tok):
     assert texts(ids, True) == ("Hm <|close|>", "Hi")
     assert texts(pieces(tok, "Hi", "<|close|>*", "response", "<|sep|>*"), False) == ("", "Hi")
     assert texts(pieces(tok, "Hm"), True) == ("Hm", "")
+    assert "".join(k3.chat_text(tok, ids)) == "[think]\nHm <|close|>\n\n[response]\nHi"
+    assert "".join(k3.chat_text(tok, pieces(tok, "Hi", "<|close|>*", "response", "<|sep|>*"), False)) == "Hi"
 
 
 # ---- checkpoint files
@@ -1513,9 +1516,9 @@ def test_compare_inventory_finds_each_kind(folder):
         "shape", "dtype", "shard", "missing", "missing", "extra", "total size"]
     assert k3.group_findings(lines)[3] == "missing: new.1.x (and 1 alike)"
     bare = k3.Checkpoint(folder, index_only=True)
-    assert k3.compare_inventory(inventory(), bare, index_only=True) == []
+    assert k3.compare_inventory(inventory(), bare) == []
     del want["new.1.x"]
-    assert [line.split(":")[0] for line in k3.compare_inventory(want, bare, index_only=True)] == [
+    assert [line.split(":")[0] for line in k3.compare_inventory(want, bare)] == [
         "shard", "missing", "extra", "total size"]
 
 
@@ -1831,8 +1834,7 @@ def test_cache_is_used_and_survives_a_kill(serve, folder, tmp_path):
 def saved(tmp_path_factory):
     """A tiny vision-language model in the released layout, with the byte tokenizer beside it."""
     folder, model = tmp_path_factory.mktemp("k3") / "tiny", tiny(vt_num_hidden_layers=1, vocab_size=512)
-    k3.save_checkpoint(model, folder)
-    k3.save_byte_tokenizer(folder)
+    k3.save_checkpoint(model, folder, files=k3.byte_tokenizer())
     return folder, k3.load_model(folder)
 
 
@@ -2085,7 +2087,9 @@ def test_generate(saved, capsys):
     assert run(capsys, *words, "--layers-on-demand")[1] == out and len(out) > 1
     warm = (*words[:-1], "1.0", "--top-p", "0.9", "--seed", "3")
     assert run(capsys, *warm)[1] == run(capsys, *warm)[1]
-    assert run(capsys, *words, "--chat", "--system", "be brief")[0] == 0
+    status, out, _ = run(capsys, *words, "--chat", "--system", "be brief")
+    assert status == 0 and out.startswith("[think]\n")
+    assert "[" not in run(capsys, *words, "--chat", "--no-think")[1][:1]
     ids = list(k3.generate_ids(model, [1, 2, 3], 12))
     with torch.no_grad():
         whole = model(torch.tensor([[1, 2, 3, *ids]]))[0, 2:-1].argmax(-1).tolist()
@@ -2168,7 +2172,8 @@ def test_development_checkpoint(tmp_path, capsys):
         tensors = {n.removeprefix("language_model."): t for n, t in tensors.items()}
         k3.write_safetensors(folder / "model.safetensors", tensors)
         (folder / "config.json").write_text(json.dumps(file))
-        k3.save_byte_tokenizer(folder)
+        for name, raw in k3.byte_tokenizer().items():
+            (folder / name).write_bytes(raw)
         assert run(capsys, "verify", folder)[0] == 0
         assert run(capsys, "trace", folder, "--text", "ab")[0] == 0
         prints.append(run(capsys, "generate", folder, "--prompt", "ab", "--max-new-tokens", "4", "--temperature", "0")[1])
