@@ -66,7 +66,7 @@ OPTIMIZERS = "per-head-muon", "muon", "adamw"
 ADAMW_SIZE = 0.2      # usual RMS of AdamW's updates, to which Muon's are scaled
 CACHED = 2 ** 18      # numbers (1 MB) that stay in a CPU's cache from one product to the next
 
-# ---- Data: bytes are tokens, with the ids that save_byte_tokenizer's encoding gives them ---------
+# ---- Data: bytes are tokens, with the ids that byte_tokenizer's encoding gives them ---------
 
 
 @functools.lru_cache(1)       # a comparison reads it for every run
