@@ -46,8 +46,8 @@ from k3 import (Balancer, byte_tokenizer, CONTROL, depth_weights, Experts, f32, 
 
 PRESETS = {     # what `model` leaves out is K3Config.tiny's
     "cpu": dict(
-        steps=120, batch=48, length=96, lr=5e-3,                    # 4608 tokens a step
-        log_every=10, val_every=40, save_every=40, val_windows=144, sample=200,
+        steps=120, batch=72, length=64, lr=5e-3,                    # 4608 tokens a step
+        log_every=10, val_every=40, save_every=40, val_windows=216, sample=200,
         model=dict(hidden_size=96, num_hidden_layers=6, intermediate_size=256,
                    linear_num_heads=3, num_attention_heads=3, q_lora_rank=64,
                    moe_intermediate_size=64, routed_expert_hidden_size=64)),
