@@ -1,8 +1,8 @@
 """Train a toy Kimi K3 on real text: Per-Head Muon, Quantile Balancing, figures, a checkpoint.
 
     python train_tiny.py                 on the GPU if there is one, else the smaller CPU preset
-    python train_tiny.py --preset cpu    2 CPU cores: 111 s, 2.21 bits per held-out byte
-    python train_tiny.py --preset gpu    one H200: 84 s, 1.07 bits per held-out byte
+    python train_tiny.py --preset cpu    2 CPU cores: 78 s, 2.12 bits per held-out byte
+    python train_tiny.py --preset gpu    one H200: 73 s, 1.13 bits per held-out byte
     python train_tiny.py --task shapes   learns to see: colour, shape and number of drawn shapes
     python train_tiny.py --plot out      the figures again, from out/metrics.jsonl
     python train_tiny.py --compare balance         every choice from the same start, drawn together
