@@ -361,7 +361,7 @@ class _Norm(torch.autograd.Function):
         else:
             w = weight.to(r.dtype)
             along, dy = (each @ w).unsqueeze(-1), dy * w
-            dw = (r.flatten() @ each.flatten(0, -2)).to(weight.dtype)
+            dw = (r.flatten() @ each.reshape(-1, len(w))).to(weight.dtype)
         dx = torch.addcmul(dy, up, along * r.square() / -ctx.n, out=each).mul_(r)
         return dx.to(x.dtype), dw, None, None
 
@@ -474,7 +474,7 @@ class _AttnRes(torch.autograd.Function):
         dscore = p * (dp - (p * dp).sum(0))
         a = dscore * r
         b = a * dot * r.square() / -len(w)
-        dw = sum(one.flatten() @ s.flatten(0, -2) for one, s in zip(a, up))
+        dw = sum(one.flatten() @ s.reshape(-1, len(w)) for one, s in zip(a, up))
         p, a, b = (y.unsqueeze(-1) for y in (p, a, b))
         ds = [(g * p[i]).addcmul_(s, b[i]).addcmul_(a[i], w) for i, s in enumerate(up)]
         return dw, None, *(d.to(s.dtype) for d, s in zip(ds, sources))
