@@ -53,7 +53,7 @@ def kda_chunk(q, k, v, g, beta, S=None, scale=None):
     assert q.shape == k.shape == g.shape and v.shape[:3] == beta.shape == (B, T, H), shapes
     acc = torch.promote_types(v.dtype, torch.float32)
     S = v.new_zeros(B, H, dk, v.shape[-1], dtype=acc) if S is None else S.to(acc)
-    if T == 0:
+    if not v.numel():
         return v.clone(), S.clone()
     return _KDAChunk.apply(q, k, v, g, beta, S, dk**-0.5 if scale is None else scale)
 
@@ -533,7 +533,7 @@ def _blocks(ends, rows, static):
     ends    (E,)  where each expert's run ends among them
     static  as many blocks as there may be, so that no shape depends on a number
     Returns each block's expert, or None where every expert has one; the row at each place
-    (blocks, size); whether it is there: spare places, after a run's end, hold any row.
+    (blocks, size); whether it is there: spare places, after a run's end, hold its last row again.
     """
     counts = ends.diff(prepend=ends[:1] * 0)
     size = 16 if static else min(int(counts.max()), 3 * rows // (2 * len(ends)) + 1)
@@ -543,8 +543,8 @@ def _blocks(ends, rows, static):
     e = torch.searchsorted(last, b, right=True).clamp_max(len(ends) - 1)
     first = (ends - counts)[e] + size * (b - (last - each)[e])
     row = first.unsqueeze(1) + torch.arange(size, device=b.device)
-    one_each = not static and n == len(ends) and bool((each == 1).all())
-    return None if one_each else e, row.clamp_max(rows - 1), row < ends[e].unsqueeze(1)
+    one_each, end = not static and n == len(ends) and bool((each == 1).all()), ends[e].unsqueeze(1)
+    return None if one_each else e, torch.minimum(row, end - 1), row < end
 
 
 def _product(rows, w, ends, e):
@@ -587,7 +587,7 @@ def experts_grouped(x, experts, weights, w1, w3, w2, act=None):
     at = torch.arange(slot.numel(), device=x.device)
     place = at.new_empty(m * k + 1).scatter_(0, slot.where(there, m * k).flatten(), at)[:-1]
     rows = _Gather.apply(x, slot // k, place.view(m, k))
-    share = _Gather.apply(weights.view(-1, 1), slot, place.view(-1, 1)) * there.unsqueeze(-1)
+    share = _Gather.apply(weights.reshape(-1, 1), slot, place.view(-1, 1)) * there.unsqueeze(-1)
     h = (act or situ_glu)(_product(rows, w1, ends, e), _product(rows, w3, ends, e))
     y = _product((h * share).to(x.dtype), w2, ends, e)
     return _Collect.apply(y, place.view(m, k), slot // k)
