@@ -544,7 +544,7 @@ class KDA(Module):
         convolve = short_conv if self.kernel == "plain" else twin("short_conv")
         y, tail = convolve(proj(x), conv.weight, state and state[f"conv_{name}"])
         if state is not None:
-            state[f"conv_{name}"] = tail
+            state[f"conv_{name}"] = tail.clone()       # a view would keep all of x
         return y
 
     def core(self):

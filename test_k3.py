@@ -576,6 +576,7 @@ def test_state_continues_a_pass(pieces):
             assert torch.equal(model(ids[:, 23 - pieces[-1]:], state=kept), out[-1])
     assert state.length == 23 and state.layers[3]["latent"].shape == (2, 23, 32 + 16)
     assert state.layers[0]["S"].shape == (2, 2, 32, 32) and state.layers[0]["conv_q"].shape == (2, 3, 64)
+    assert state.layers[0]["conv_q"].untyped_storage().nbytes() == 2 * 3 * 64 * 4       # no view of the whole prompt's
 
 
 def test_state_of_fixed_capacity():
