@@ -205,9 +205,8 @@ class K3Config:
         if not isinstance(source, dict):
             with open(source, "rb") as f:
                 source = parse_json(f.read(MAX_JSON), source)
-        flat, given = {}, {}
-        for key, value in flatten(source):
-            given[key] = value
+        flat, pairs = {}, [*flatten(source)]
+        for key, value in pairs:
             if key in FIELDS:
                 need(flat.setdefault(key, value) == value, key, value,
                      f"{flat[key]!r}, as elsewhere in the file")
@@ -224,9 +223,9 @@ class K3Config:
         if absent:
             raise ValueError(f"config: {min(absent)} is missing")
         config = cls(**flat)
-        for key, like in MUST_EQUAL.items():
-            if key in given:
-                need(given[key] == getattr(config, like), key, given[key], like)
+        for key, value in pairs:
+            if like := MUST_EQUAL.get(key):
+                need(value == getattr(config, like), key, value, like)
         return config
 
     def to_json(self):
@@ -2438,7 +2437,7 @@ class Reader:
             raise tensor_error(info.shard, name, f" is {info.dtype}, a weight is floating point")
         fetched = self.checkpoint.fetch(stored) if fetched is None else fetched
         t = self.checkpoint.unpack(fetched, name, dtype)
-        if name.endswith("A_log") and not t[shape[0]:].any():
+        if name.endswith("A_log") and t.dim() == 1 and not t[shape[0]:].any():
             t = t[:shape[0]]                           # 96 heads, then zeros up to 128
         self.fits(stored[0], t.shape, shape)
         return t.to(self.device)

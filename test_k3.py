@@ -139,6 +139,8 @@ def test_config_refuses_unknown_and_unbuilt_keys():
         file["text_config"].update(change)
         with pytest.raises(ValueError, match=key):
             K3Config.from_json(file)
+    with pytest.raises(ValueError, match="num_key_value_heads is 8"):      # each of two, not the later alone
+        K3Config.from_json({"num_key_value_heads": 8, **K3Config().to_json()})
 
 
 # ---- primitives
@@ -1928,11 +1930,14 @@ def test_verify_and_load_name_the_tensor(saved, tmp_path, capsys):
                 t[name + "b_proj.weight"] = t[name + "b_proj.weight"].T.contiguous()
             elif which == "dtype":
                 t[name + "b_proj.weight"] = t[name + "b_proj.weight"].to(torch.float16)
+            elif which == "scalar":
+                t[name + "A_log"] = t[name + "A_log"][0].clone()
             else:
                 t[name + "A_log"][2] = 1
             return t
         return apply
-    for which, word in (("missing", "b_proj"), ("extra", "more"), ("shape", "b_proj"), ("dtype", "b_proj"), ("padding", "A_log")):
+    for which, word in (("missing", "b_proj"), ("extra", "more"), ("shape", "b_proj"), ("dtype", "b_proj"),
+                        ("scalar", "A_log"), ("padding", "A_log")):
         folder = change(saved[0], tmp_path / which, edit(which))
         status, out, _ = run(capsys, "verify", folder)
         assert (status == 1 and word in out) or which == "padding"
