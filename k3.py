@@ -451,6 +451,7 @@ def short_conv(x, weight, tail=None):
     T, taps = x.shape[1], f32(weight.flatten(1)).unbind(-1)
     if tail is None:
         tail = x.new_zeros(x.shape[0], len(taps) - 1, x.shape[2])
+    assert tail.shape[1] == len(taps) - 1, f"tail {list(tail.shape)} of {len(taps)} taps"
     x = torch.cat([tail, x], 1)
     y = sum(f32(x[:, j:j + T]) * tap for j, tap in enumerate(taps))
     return F.silu(y).to(x.dtype), x[:, T:]
@@ -1470,7 +1471,8 @@ class K3(nn.Module):
         state    from init_state: continue from it and update it, so that prefill in any pieces and
                  decoding are this same call; None: a sequence of its own
         pixel_values, grid_thws   as preprocess_image makes them, a grid row a media placeholder
-        record   a dict to fill with intermediate tensors (names: golden data, README)
+        record   a dict to fill with intermediate tensors: embed, of each layer `layers.i.` and
+                 RECORDED, final_mixed, final_normed, logits; with media also those of encode_media
         last     only the last position's logits, [B, 1, V]: a million rows would be 687 GB
         Raises ValueError for ids outside the vocabulary (seen on the CPU only), another batch size
         than the state's, or a batch that is padded on the left: there is no mask, so pad on the

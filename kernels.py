@@ -373,6 +373,7 @@ def short_conv(x, weight, tail=None):
     Returns the activations in x's dtype, and the tail for what follows.
     """
     W, T = weight.shape[-1], x.shape[1]
+    assert tail is None or tail.shape[1] == W - 1, f"tail {list(tail.shape)} of {W} taps"
     x = F.pad(x, (0, 0, W - 1, 0)) if tail is None else torch.cat([tail, x], 1)
     return _ShortConv.apply(x, weight.flatten(1).t()), x[:, T:]
 

@@ -260,6 +260,9 @@ def test_short_conv():
     assert torch.allclose(y.flatten(), torch.tensor([2.85772, 3.92806, 4.96654]), atol=1e-5)
     with pytest.raises(ValueError, match="convolution"):
         k3.short_conv(x, taps[None])
+    for form in (k3.short_conv, kernels.short_conv):   # a short tail would shorten the output
+        with pytest.raises(AssertionError, match="tail"):
+            form(x, taps, x[:, :2])
 
 
 # ---- §2.1.2 gated MLA
