@@ -125,7 +125,7 @@ def test_config_refuses_values(change, key):
 @pytest.mark.parametrize("key", ["activation_situ_beta", "activation_situ_linear_beta", "attn_res_block_size",
                                  "routed_expert_hidden_size", "num_experts_per_token", "hidden_size", "kv_lora_rank"])
 def test_config_refuses_missing_keys(key):
-    """Pitfall 73: a missing constant is an error, never a default."""
+    """A missing constant is an error, never a default."""
     file = K3Config().to_json()
     del file["text_config"][key]
     with pytest.raises(ValueError, match=key):
@@ -146,7 +146,7 @@ def test_config_refuses_unknown_and_unbuilt_keys():
 # ---- primitives
 
 def test_rms_norm_eps_and_l2_norm():
-    """Pitfalls 20 and 26: 1e-6 in the two latent norms; the L2 norm's eps stands inside the root, under a sum."""
+    """1e-6 in the two latent norms; the L2 norm's eps stands inside the root, under a sum."""
     x, one = torch.tensor([0.003, -0.004]), torch.ones(2)
     assert torch.allclose(k3.rms_norm(x, one, 1e-6), torch.tensor([0.816497, -1.088662]), atol=1e-6)
     assert torch.allclose(k3.rms_norm(x, one, 1e-5), torch.tensor([0.632456, -0.843274]), atol=1e-6)
@@ -157,7 +157,7 @@ def test_rms_norm_eps_and_l2_norm():
 
 
 def test_situ_glu():
-    """§2.3.2 (pitfalls 39, 40): values, the bound 100, SwiGLU near the origin."""
+    """§2.3.2: values, the bound 100, SwiGLU near the origin."""
     gate, up = torch.tensor([1., 4, -2, 8]), torch.tensor([1., 25, 3, 1])
     assert torch.allclose(k3.situ_glu(gate, up), torch.tensor([0.715818, 56.9593, -0.657874, 3.852762]), rtol=1e-5)
     assert torch.allclose(k3.swiglu(gate, up), torch.tensor([0.731059, 98.2014, -0.715218, 7.997317]), rtol=1e-5)
@@ -168,7 +168,7 @@ def test_situ_glu():
 
 
 def test_fp32_tensors_survive_a_cast():
-    """Pitfall 18: A_log, dt_bias, convolutions, o_norm, router weight and bias stay fp32 in a bf16 model."""
+    """A_log, dt_bias, convolutions, o_norm, router weight and bias stay fp32 in a bf16 model."""
     model = K3(K3Config.tiny()).to(torch.bfloat16)
     wide = {n.split(".layers.")[1].split(".", 1)[1] for n, t in model.state_dict().items() if t.dtype == torch.float32}
     assert wide == {*(f"self_attn.{x}" for x in k3.KDA.fp32), "block_sparse_moe.gate.weight",
@@ -180,7 +180,7 @@ def test_fp32_tensors_survive_a_cast():
 # ---- §2.1.1 KDA
 
 def test_kda_recurrent_by_hand():
-    """Pitfalls 5-7: decay, then the error against the decayed state, then the write, then the read."""
+    """Decay, then the error against the decayed state, then the write, then the read."""
     t = lambda *x: torch.tensor(x, dtype=torch.float64)
     S0 = t([1., 2.], [3., 4.])[None, None]
     args = [t(1, 0).view(1, 1, 1, 2), t(.6, .8).view(1, 1, 1, 2), t(1, 2).view(1, 1, 1, 2),
@@ -196,7 +196,7 @@ def test_kda_recurrent_by_hand():
 
 
 def test_kda_identical_keys():
-    """Pitfall 1: with one key, beta 1 and no decay, each token overwrites the last: o = v / 2 at dk = 4."""
+    """With one key, beta 1 and no decay, each token overwrites the last: o = v / 2 at dk = 4."""
     k, v = k3.l2_norm(torch.ones(1, 64, 1, 4, dtype=torch.float64), eps=0), draw(1, 64, 1, 3)
     o, S = k3.kda_recurrent(k, k, v, torch.zeros_like(k), torch.ones(1, 64, 1))
     close(o, v / 2, 1e-12)
@@ -204,7 +204,7 @@ def test_kda_identical_keys():
 
 
 def test_kda_splits_and_batches():
-    """Any split of a sequence, and each sample alone, give what one call gives (pitfalls 5, 8, 10)."""
+    """Any split of a sequence, and each sample alone, give what one call gives."""
     args = kda_inputs()
     o, S = k3.kda_recurrent(*args)
     state, pieces = None, []
@@ -217,7 +217,7 @@ def test_kda_splits_and_batches():
 
 
 def test_kda_state_keeps_fp32_for_bf16():
-    """Pitfall 9: 0.999 rounds to 1 in bf16; after 1000 steps 0.3677 must be left of a state of ones."""
+    """0.999 rounds to 1 in bf16; after 1000 steps 0.3677 must be left of a state of ones."""
     zero = torch.zeros(1, 1000, 1, 1, dtype=torch.bfloat16)
     g = torch.full((1, 1000, 1, 1), math.log(0.999))
     _, S = k3.kda_recurrent(zero, zero, zero, g, zero[..., 0], torch.ones(1, 1, 1, 1))
@@ -225,13 +225,13 @@ def test_kda_state_keeps_fp32_for_bf16():
 
 
 def test_kda_gradients_reach_every_input():
-    """Pitfall 13: both results' gradients, of all six inputs, against finite differences."""
+    """Both results' gradients, of all six inputs, against finite differences."""
     args = [x.requires_grad_() for x in [*kda_inputs(1, 5, 1, 3, 2), draw(1, 1, 3, 2, seed=9)]]
     assert torch.autograd.gradcheck(lambda *a: k3.kda_recurrent(*a), args, atol=1e-6)
 
 
 def test_log_decay():
-    """Eq. 5 (pitfalls 15, 17): the bias before the scale; bounds reached without NaN in value or gradient."""
+    """Eq. 5: the bias before the scale; bounds reached without NaN in value or gradient."""
     decay = lambda z, A, b, g_min=-5.0: k3.kda_log_decay(torch.tensor([[[[z]]]]), torch.tensor([A]), torch.tensor([b]), g_min)
     assert abs(decay(0.5, math.log(2), 0.5).item() + 4.403985) < 1e-6
     assert abs(decay(0.25, 0.3, -0.25).item() + 2.5) < 1e-6
@@ -246,7 +246,7 @@ def test_log_decay():
 
 
 def test_short_conv():
-    """Pitfalls 21-23: the last tap is the current token's; the cache holds projections; any split is the same."""
+    """The last tap is the current token's; the cache holds projections; any split is the same."""
     x, taps = torch.arange(1., 7).view(1, 6, 1), torch.tensor([[[1., 2, 3, 4]]])
     whole = torch.tensor([4., 11, 20, 30, 40, 50])
     assert torch.allclose(k3.short_conv(x, taps)[0].flatten(), F.silu(whole))
@@ -281,13 +281,13 @@ def test_mla_forms_agree():
 
 
 def test_causal_mask_is_aligned_to_the_end():
-    """Pitfall 28: 2 queries on 3 cached keys with equal scores average 4 and 5 values."""
+    """2 queries on 3 cached keys with equal scores average 4 and 5 values."""
     p = k3.causal_softmax(torch.zeros(2, 5))
     assert torch.allclose(p @ torch.arange(5.), torch.tensor([1.5, 2.0]))
 
 
 def test_mla_has_no_positions_and_the_released_scale():
-    """Pitfalls 24, 25: permuting earlier tokens leaves the last output; the scale is (nope + rope)^-0.5."""
+    """Permuting earlier tokens leaves the last output; the scale is (nope + rope)^-0.5."""
     mla, x = tiny(torch.float64).language_model.model.layers[3].self_attn, draw(1, 9, 64)
     order = torch.tensor([5, 2, 7, 0, 1, 4, 6, 3, 8])
     close(mla(x[:, order])[:, -1], mla(x)[:, -1], 1e-12)
@@ -303,7 +303,7 @@ def test_mla_has_no_positions_and_the_released_scale():
 # ---- §2.2 attention residuals
 
 def test_attn_res_by_hand():
-    """Pitfalls 32, 33: keys normalised, values raw, no 1/sqrt(d); zero queries give the mean."""
+    """Keys normalised, values raw, no 1/sqrt(d); zero queries give the mean."""
     sources, one = torch.tensor([[3., 4], [1, -1], [0, 2]]), torch.ones(2)
     mix = lambda w, n: k3.attn_res(sources, torch.tensor(w), n, 1e-5)
     assert torch.allclose(mix([1., .5], one), torch.tensor([1.795677, 2.421093]), atol=1e-5)
@@ -321,7 +321,7 @@ def test_attn_res_two_phases_equal_one():
 
 
 def test_block_attn_res_sources():
-    """Pitfalls 30, 31: (attention, feed-forward) sources by layer at depth 93, block 12; stored blocks never change."""
+    """(attention, feed-forward) sources by layer at depth 93, block 12; stored blocks never change."""
     config = K3Config.tiny(num_hidden_layers=93, attn_res_block_size=12, hidden_size=8, linear_num_heads=1,
                            linear_head_dim=4, num_attention_heads=1, num_experts=None, intermediate_size=8)
     model, seen, kept = K3(config), [], {}
@@ -364,7 +364,7 @@ def test_block_size_one_is_the_full_form():
 # ---- §2.3 LatentMoE
 
 def test_route_bias_chooses_but_does_not_weigh():
-    """Eq. 13 (pitfalls 34, 35, 37)."""
+    """Eq. 13."""
     experts, weights, cutoff = k3.route(torch.tensor([[.9, .8, .7, .1]]), torch.tensor([-.5, 0, 0, .75]), 2)
     assert experts.tolist() == [[3, 1]] and torch.allclose(weights, torch.tensor([[0.111111, 0.888889]]), atol=1e-6)
     assert abs(cutoff.item() - 0.7) < 1e-6
@@ -377,7 +377,7 @@ def test_route_bias_chooses_but_does_not_weigh():
 
 
 def test_latent_moe_normalises_the_sum():
-    """Eq. 11 (pitfalls 38, 41): weighted sum, then norm, then up-projection; router and shared experts read x."""
+    """Eq. 11: weighted sum, then norm, then up-projection; router and shared experts read x."""
     assert torch.allclose(k3.rms_norm(.75 * torch.tensor([3., 1]) + .25 * torch.tensor([-1., 1]), torch.ones(2), 1e-5),
                           torch.tensor([1.264909, 0.632454]), atol=1e-5)
     moe, x = tiny(torch.float64).moe_layers()[0], draw(2, 5, 64)
@@ -393,7 +393,7 @@ def test_latent_moe_normalises_the_sum():
 
 
 def test_moe_gradients():
-    """Pitfalls 42, 43: every trainable part gets a finite gradient, the bias none; one token and no token work."""
+    """Every trainable part gets a finite gradient, the bias none; one token and no token work."""
     model = K3(K3Config.tiny())
     loss, _ = model.loss(some_ids()[:, :-1], some_ids()[:, 1:])
     loss.backward()
@@ -414,7 +414,7 @@ def loads(scores, bias, k=1):
 
 
 def test_quantile_bias_worked_example():
-    """Eq. 14 (pitfall 44): cutoffs, one exact step from loads 4,3,1,0 to 2,2,2,2, then a fixed point."""
+    """Eq. 14: cutoffs, one exact step from loads 4,3,1,0 to 2,2,2,2, then a fixed point."""
     _, _, cutoff = k3.route(A, torch.zeros(4), 1)
     assert (cutoff * 64).tolist() == [52, 44, 46, 40, 43, 46, 48, 20] and loads(A, torch.zeros(4)) == [4, 3, 1, 0]
     b = k3.quantile_bias(A, cutoff, 1)
@@ -422,11 +422,11 @@ def test_quantile_bias_worked_example():
     uncentred = torch.tensor([-13, -4, 11, 14]) / 64
     assert (((A - cutoff[:, None]) > -uncentred).sum(0) == 2).all()
     assert torch.equal(k3.quantile_bias(A, k3.route(A, b, 1)[2], 1), b)
-    assert loads(A, b + 7) == [2, 2, 2, 2] and abs(b.mean()) < 1e-6            # pitfall 52
+    assert loads(A, b + 7) == [2, 2, 2, 2] and abs(b.mean()) < 1e-6
 
 
 def test_balancing_leaves_padding_out():
-    """Pitfall 45: rows that do not count change nothing, in the exact form and in the histogram."""
+    """Rows that do not count change nothing, in the exact form and in the histogram."""
     padded, valid = torch.cat([A, torch.tensor([[58, 6, 5, 4]] * 4) / 64]), torch.tensor([1.] * 8 + [0.] * 4)
     cutoff = k3.route(padded, torch.zeros(4), 1)[2]
     assert (k3.quantile_bias(padded, cutoff, 1, valid) * 64).tolist() == [-15, -6, 9, 12]
@@ -437,7 +437,7 @@ def test_balancing_leaves_padding_out():
 
 
 def test_histogram_values_and_pooling():
-    """App. D (pitfalls 47-49): the published values of Example A, any micro-batching alike, edges and no tokens safe."""
+    """App. D: the published values of Example A, any micro-batching alike, edges and no tokens safe."""
     cutoff, zero = k3.route(A, torch.zeros(4), 1)[2], torch.zeros(4)
     results = []
     for sizes in ([8], [3, 5], [1] * 8):
@@ -485,7 +485,7 @@ for rule in (k3.QuantileHistogram(4, 1), k3.ExactQuantile(4, 1)):
 
 
 def test_counts_are_pooled_over_ranks(tmp_path):
-    """Two ranks with half of Example A each reach the biases of the whole, not the mean of their own (pitfall 47)."""
+    """Two ranks with half of Example A each reach the biases of the whole, not the mean of their own."""
     ranks = [subprocess.Popen([sys.executable, "-c", POOLED, str(r), str(tmp_path / "meeting")], stdout=subprocess.PIPE,
                               text=True, cwd=os.path.dirname(k3.__file__)) for r in range(2)]
     said = [p.communicate(timeout=60)[0] for p in ranks]
@@ -522,7 +522,7 @@ def test_sign_rule_and_alternating_solver():
 
 @pytest.mark.parametrize("method", ["qb", "qb-exact", "sign", "none"])
 def test_balancer_counts_training_only(method):
-    """Pitfalls 46, 50: a step routes with one bias, evaluation between leaves no trace, inference is frozen."""
+    """A step routes with one bias, evaluation between leaves no trace, inference is frozen."""
     ids = some_ids(4, 33)
     after = []
     for evaluate in (False, True):
@@ -548,7 +548,7 @@ def test_balancer_counts_training_only(method):
 # ---- model
 
 def test_fresh_model_is_finite_and_reproducible():
-    """Pitfall 93: every value drawn or set; same seed, same model; A_log, queries and router bias start at 0."""
+    """Every value drawn or set; same seed, same model; A_log, queries and router bias start at 0."""
     a, b, c = (K3(K3Config.tiny(num_nextn_predict_layers=1), seed=s).state_dict() for s in (1, 1, 2))
     assert all(x.isfinite().all() for x in a.values()) and all(torch.equal(a[n], b[n]) for n in a)
     assert not torch.equal(a["language_model.lm_head.weight"], c["language_model.lm_head.weight"])
@@ -569,7 +569,7 @@ def test_model_is_causal():
 
 @pytest.mark.parametrize("pieces", [[23], [1] * 23, [2, 3, 6, 12], [10, 1, 12], [0, 22, 1]], ids=str)
 def test_state_continues_a_pass(pieces):
-    """Pitfall 85: any prefill gives the logits of one pass; KDA's state keeps its size, MLA's grows by 48 a token."""
+    """Any prefill gives the logits of one pass; KDA's state keeps its size, MLA's grows by 48 a token."""
     model, ids, out = tiny(), some_ids(), []
     with torch.no_grad():
         state = model.init_state(2)
@@ -627,7 +627,7 @@ def test_model_refuses_bad_input():
 
 
 def test_loss_shift_and_ignored_labels():
-    """Pitfall 95: cross-entropy 0.289909 on the published probabilities; no label at all gives 0."""
+    """Cross-entropy 0.289909 on the published probabilities; no label at all gives 0."""
     logits = torch.tensor([[[.7, .3], [.2, .8], [.5, .5]]]).log()
     assert abs(k3.cross_entropy(logits[:, :2], torch.tensor([[0, 1]])).item() - 0.289909) < 1e-6
     assert k3.cross_entropy(logits, torch.full((1, 3), -100)).item() == 0
@@ -1192,7 +1192,7 @@ def test_reply_starts_inside_the_open_channel(tok):
 U8 = torch.uint8
 
 
-# ---- MXFP4 (pitfalls 62-67, 75)
+# ---- MXFP4
 
 def test_mxfp4_values_and_nibble_order():
     """0x21 is 0.5, 1.0: the low nibble is the even input; byte 120 is 2^-7, 129 is 4."""
@@ -1306,7 +1306,7 @@ def test_mxfp4_refuses_what_it_cannot_hold():
             k3.mxfp4_decode(torch.zeros(p, dtype=U8), torch.zeros(s, dtype=U8))
 
 
-# ---- safetensors files (pitfalls 68-72)
+# ---- safetensors files
 
 def packed_file(header, data=b"", length=None):
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
@@ -1872,7 +1872,7 @@ def test_params_are_the_released_counts(capsys):
 
 
 def test_inventory_shapes_of_the_release():
-    """facts.md's table where a wrong axis would hide: packed widths, padded A_log, shards."""
+    """The release's shapes where a wrong axis would hide: packed widths, padded A_log, shards."""
     found = {name: rest for name, *rest in k3.inventory(K3Config())}
     prefix = "language_model.model.layers.12."
     assert found[prefix + "self_attn.A_log"][:3] == [(128,), "F32", 13]
