@@ -567,10 +567,12 @@ def test_model_is_causal():
     assert all(rel(a[:, t], b[:, t]) > 1e-6 for t in range(12, 20))
 
 
+@pytest.mark.parametrize("kernel", ["plain", "fast"])
 @pytest.mark.parametrize("pieces", [[23], [1] * 23, [2, 3, 6, 12], [10, 1, 12], [0, 22, 1]], ids=str)
-def test_state_continues_a_pass(pieces):
+def test_state_continues_a_pass(pieces, kernel):
     """Any prefill gives the logits of one pass; KDA's state keeps its size, MLA's grows by 48 a token."""
     model, ids, out = tiny(), some_ids(), []
+    model.kernel = kernel
     with torch.no_grad():
         state = model.init_state(2)
         for part in ids.split(pieces, 1):
@@ -834,6 +836,22 @@ def test_attn_res_of_a_list(n):
     listed = lambda query, norm, *s: kernels.attn_res(s, query, norm, 1e-5)
     stacked = lambda query, norm, *s: k3.attn_res(torch.stack(s, -2), query, norm, 1e-5)
     same_map(listed, stacked, draw(24), draw(24), *sources)
+
+
+def test_fast_forms_under_fp32_masters():
+    """bf16 activations meet fp32 weights, as in training on a GPU: plain's values, and gradients in each one's own dtype."""
+    x, y, w, taps = draw(2, 9, 24), draw(2, 9, 24, seed=1), draw(24), draw(24, 1, 4)
+    for form in (lambda k, x, y, w, taps: k.rms_norm(x, w, 1e-5), lambda k, x, y, w, taps: k.short_conv(x, taps)[0],
+                 lambda k, x, y, w, taps: k.situ_glu(x, y), lambda k, x, y, w, taps: k.attn_res(
+                     torch.stack([x, y], -2) if k is k3 else [x, y], w, w, 1e-5)):
+        results = []
+        for module in (kernels, k3):
+            leaves = [t.to(dtype).requires_grad_() for t, dtype in zip((x, y, w, taps), 2 * [torch.bfloat16] + 2 * [torch.float32])]
+            out = form(module, *leaves)
+            out.float().square().sum().backward()
+            results.append([out, *(t.grad for t in leaves if t.grad is not None)])
+        assert [a.dtype for a in results[0]] == [b.dtype for b in results[1]]
+        assert max(e := [rel(a, b) for a, b in zip(*results)]) < 1e-2, e
 
 
 # ---- §2.4 vision
