@@ -2850,7 +2850,8 @@ def test_cuda_graph_holds_the_step_with_rounded_experts():
     ["--data", "EMPTY"], ["--data", "SHORT"], ["--data", "MISSING"], ["--data", "BINARY"], ["--steps", "0"],
     ["--set", "no_such_key=1"], ["--set", "num_experts_per_token=99"], ["--set", "hidden_act=relu"], ["--out", "FILE/x"],
     ["--set", "vocab_size=200"], ["--compare", "all", "--resume"], ["--compare", "all", "--steps", "0"], ["--resume"], ["--plot", "MISSING"],
-    ["--batch", "0"], ["--length", "-3"], ["--length", "8", "--task", "shapes"], ["--lr", "0"], ["--gamma", "nan"], ["--qk-clip", "-1"], ["--compare", "nothing"], ["--compare", "nothing=1,2"], ["--compare", "hidden_act=situ"],
+    ["--batch", "0"], ["--length", "-3"], ["--length", "8", "--task", "shapes"], ["--compare", "mtp", "--length", "1"],
+    ["--lr", "0"], ["--gamma", "nan"], ["--qk-clip", "-1"], ["--compare", "nothing"], ["--compare", "nothing=1,2"], ["--compare", "hidden_act=situ"],
     ["--compare", "hidden_act=situ,relu"], ["--compare", "balance", "--resume"], ["--compare", "balance", "--task", "shapes"]])
 def test_bad_input_is_one_sentence(monkeypatch, capsys, tmp_path, text, args):
     """Exit status 2, one line on stderr."""

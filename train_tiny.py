@@ -753,6 +753,8 @@ def settings(args):
     config = K3Config.tiny(**{**run.pop("model"), **dict(map(key_value, args.set))})
     if min(run[key] for key in ("steps", "batch", "length") if key in run) < 1:
         raise ValueError("--steps, --batch and --length are numbers from 1 on")
+    if config.num_nextn_predict_layers and run.get("length") == 1:
+        raise ValueError("--length 1 leaves an MTP layer nothing to predict: from 2 on")
     if not 0 <= args.seed < 2 ** 63:
         raise ValueError(f"--seed {args.seed}: from 0 to 2^63 - 1")
     for key in ("lr", "gamma", "qk_clip"):
