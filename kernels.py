@@ -645,7 +645,8 @@ def _time_experts(E, i, l, k, packed):
     weights = [draw(i, l), draw(i, l), draw(l, i)]
     for m in (4096, 8):
         x = torch.randn(m, l, device="cuda", dtype=torch.bfloat16)
-        experts, p = torch.rand(m, E, device="cuda").topk(k).indices, torch.rand(m, k, device="cuda")
+        experts = torch.rand(m, E, device="cuda").topk(k).indices
+        p = torch.rand(m, k, device="cuda")
         _show(f"experts_grouped {E} x {i} x {l} {'MXFP4' if packed else 'bf16'}, {m} tokens",
               torch.no_grad()(lambda: experts_grouped(x, experts, p, *weights)))
 
