@@ -1618,9 +1618,9 @@ class K3(nn.Module):
             raise ValueError(f"kernel {value!r}: there are plain and fast")
         self._kernel = value
         bound = self.config.gate_lower_bound
-        unbounded = value == "fast" and (bound is None or bound < -5)
+        unbounded = value == "fast" and (bound is None or bound < twin("G_MIN"))
         if unbounded and self.config.kda_layers:
-            print("note: the chunk path needs log-decay bounded by -5 or more; "
+            print("note: the chunk path needs a gate_lower_bound of at least -5; "
                   "KDA runs token by token", file=sys.stderr)
         for m in self.modules():
             if isinstance(m, (MLP, Experts)):
@@ -2935,7 +2935,8 @@ def generate_drafted(model, ids, max_new_tokens):
 
     A call of the main model reads the guess too, and so settles two tokens where the guess is what
     it would have said itself, else one. Yields a list of those, once a call. A KDA state cannot
-    forget a wrong guess: the one before it is kept, and the tokens since are read once more.
+    forget a wrong guess: the one before it is kept, and the tokens since are read once more by the
+    next call; after several wrong guesses by one of their own.
     Raises ValueError for an empty prompt and for a model without an MTP layer.
     """
     text = model.language_model.model
@@ -2953,6 +2954,9 @@ def generate_drafted(model, ids, max_new_tokens):
             state, read = after, len(known) + len(guess)
         else:
             new = new[:1]
+            if len(known) - read > 4:
+                model.hidden(tensor(known[read:]), state)
+                read = len(known)
         yield new[:max_new_tokens]
         max_new_tokens -= len(new)
         known += new
