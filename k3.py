@@ -2914,7 +2914,8 @@ def generate_ids(model, ids, max_new_tokens, temperature=0.0, top_p=1.0, seed=0,
                          "and below 2^63")
     generator = torch.Generator().manual_seed(seed)
     steps = max_new_tokens > 1                         # after the prompt, which tells the first
-    graph = steps and model.device.type == "cuda" and not isinstance(model, StreamedK3)
+    graph = (steps and model.device.type == "cuda" and model.kernel == "fast"     # no plain loops
+             and not isinstance(model, StreamedK3))
     media_tokens = sum(int(torch.as_tensor(g).prod()) for g in media.get("grid_thws", ()))
     state = model.init_state(1, len(ids) + media_tokens + max_new_tokens if graph else None)
     model.check_input(torch.tensor([ids]), state)
