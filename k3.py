@@ -2244,14 +2244,20 @@ def group_findings(lines):
 
 @contextmanager
 def replacing(path):
-    """A file that takes path's place when the block ends well; until then path is left alone."""
-    temporary = f"{path}.{os.getpid()}-{threading.get_ident()}.tmp"
+    """A file that takes path's place when the block ends well; until then path is left alone.
+
+    Links are followed; what is there and is no file (a device, a folder) is refused.
+    """
+    target = os.path.realpath(path)
+    temporary = f"{target}.{os.getpid()}-{threading.get_ident()}.tmp"
     try:
+        if os.path.exists(target) and not os.path.isfile(target):
+            raise OSError("no regular file")
         with open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written ({error.strerror or error}); what was "
                               f"there before is untouched") from None
@@ -2649,8 +2655,7 @@ def resume(tensors, A, config):
     for i in [*(range(0, A, S) if S else ()), A]:      # every S-th layer stores the sum it finds
         name = "embed" if i == 0 else f"layers.{i - 1}.prefix_sum"
         if name not in tensors:
-            raise ValueError(f"layers from {A} on need {name}, "
-                             "which the file they start from does not hold")
+            raise ValueError(f"layers from {A} on need {name} of a file that --from names")
         x = known[name] = tensors[name]
         shape = next(iter(known.values())).shape               # the first one's
         if x.shape != shape or x.shape[2:] != (D,) or not x.is_floating_point():
@@ -2758,7 +2763,8 @@ def load_tokenizer(place):
     files = place.files if isinstance(place, Checkpoint) else files_of(place)
     raw, path = [files.whole(name) for name in TOKENIZER], TOKENIZER[1]
     if None in raw:
-        raise CheckpointError(f"{place}: there is no {TOKENIZER[raw.index(None)]}")
+        raise CheckpointError(f"{getattr(place, 'place', place)}: there is no "
+                              f"{TOKENIZER[raw.index(None)]}")
     try:
         table = parse_json(raw[1], path)["added_tokens_decoder"]
         names = {int(i): entry["content"] for i, entry in table.items()}
@@ -3327,6 +3333,12 @@ def device(text):
     return torch.device(text)
 
 
+def refused(error):
+    """Whether one_sentence is all there is to say: bad input, or a full disk or memory."""
+    return (isinstance(error, (ValueError, OSError, MemoryError, torch.OutOfMemoryError))
+            or isinstance(error, RuntimeError) and "allocate memory" in str(error))
+
+
 def one_sentence(error):
     """What an exception says, in one line and with the file's name."""
     named = isinstance(error, OSError) and error.filename
@@ -3403,7 +3415,9 @@ def main(argv=None):
     args = build_parser().parse_args(argv)
     try:
         return int(args.run(args) or 0)
-    except (ValueError, OSError, torch.OutOfMemoryError) as e:
+    except Exception as e:
+        if not refused(e):
+            raise
         print(f"k3.py: {one_sentence(e)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -1629,6 +1629,17 @@ def test_an_interrupted_or_failed_save_leaves_the_old_checkpoint(folder):
         k3.write_safetensors(folder / "c", {"c": torch.ones(2, dtype=torch.complex64)})
 
 
+def test_only_files_are_replaced(tmp_path):
+    """A link is followed; a pipe, a device or a folder stays what it is."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for name in ("pipe", "."):
+        with pytest.raises(k3.CheckpointError, match="no regular file"):
+            k3.write_safetensors(tmp_path / name, {"x": torch.ones(2)})
+    k3.write_safetensors(tmp_path / "link", {"x": torch.ones(2)})
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink() and (tmp_path / "file").is_file()
+
+
 def test_a_full_disk_is_one_sentence_and_leaves_the_old_file(folder):
     """A limit on the size of files makes the operating system refuse in the middle of a write."""
     code = f"""if True:
@@ -2867,7 +2878,8 @@ def test_cuda_graph_holds_the_step_with_rounded_experts():
     ["--set", "no_such_key=1"], ["--set", "num_experts_per_token=99"], ["--set", "hidden_act=relu"], ["--out", "FILE/x"],
     ["--set", "vocab_size=200"], ["--compare", "all", "--resume"], ["--compare", "all", "--steps", "0"], ["--resume"], ["--plot", "MISSING"],
     ["--batch", "0"], ["--length", "-3"], ["--length", "8", "--task", "shapes"], ["--compare", "mtp", "--length", "1"],
-    ["--lr", "0"], ["--gamma", "nan"], ["--qk-clip", "-1"], ["--compare", "nothing"], ["--compare", "nothing=1,2"], ["--compare", "hidden_act=situ"],
+    ["--lr", "0"], ["--gamma", "nan"], ["--qk-clip", "-1"], ["--compare", ""], ["--compare", "nothing"], ["--compare", "nothing=1,2"],
+    ["--task", "shapes", "--batch", "2"], ["--qat", "--set", "first_k_dense_replace=99"], ["--compare", "hidden_act=situ"],
     ["--compare", "hidden_act=situ,relu"], ["--compare", "balance", "--resume"], ["--compare", "balance", "--task", "shapes"]])
 def test_bad_input_is_one_sentence(monkeypatch, capsys, tmp_path, text, args):
     """Exit status 2, one line on stderr."""
@@ -2881,6 +2893,21 @@ def test_bad_input_is_one_sentence(monkeypatch, capsys, tmp_path, text, args):
     assert tiny_run(monkeypatch, tmp_path / "o", *args) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and len(err) < 400, err
+
+
+def test_plot_refuses_damaged_logs(monkeypatch, capsys, tmp_path):
+    """Cut, edited or of another kind: one sentence, status 2."""
+    whole, header = {"step": 1, "loss": 2.0}, {"header": {"task": "text"}}
+    for name, rows in (("metrics.jsonl", [header]), ("metrics.jsonl", [header, whole]),
+                       ("metrics.jsonl", [{"header": {"task": "shapes"}}, whole]), ("metrics.jsonl", [header, {"loss": 1.0}]),
+                       ("metrics.jsonl", [header, {"step": "1"}]), ("compare.json", [5]), ("compare.json", []),
+                       ("compare.json", [{"header": 1, "drawn": 2, "runs": 3}])):
+        for old in tmp_path.iterdir():
+            old.unlink()
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert tt.main(["--plot", str(tmp_path)]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and str(tmp_path) in err, err
 
 
 def test_resume_refuses_another_run(monkeypatch, capsys, tmp_path, text):

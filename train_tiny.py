@@ -39,7 +39,7 @@ import torch.distributed as dist
 from k3 import (Balancer, byte_tokenizer, CONTROL, depth_weights, Experts, f32, Gate, generate,
                 generate_drafted, generate_ids, image_prompt, K3, K3Config, KDA, keys_values,
                 LatentMoE, load_model, load_tokenizer, MLA, MLP, one_sentence, OneLine, pool,
-                preprocess_image, quantile_bias, QuantileHistogram, ranks, replacing, route,
+                preprocess_image, quantile_bias, QuantileHistogram, ranks, refused, replacing, route,
                 save_checkpoint, sign_bias, Tokenizer)
 
 # ---- Settings ------------------------------------------------------------------------------------
@@ -76,9 +76,11 @@ def read_text(path=None):
     path  a UTF-8 file, a folder (such files below it, sorted), None: the standard library's source
     """
     root = Path(path or os.path.dirname(os.__file__))
-    files = sorted(root.rglob("*" if path else "*.py")) if root.is_dir() else [root]
-    texts = [f.read_bytes() for f in files
-             if not f.is_dir() and "site-packages" not in f.relative_to(root).parts]
+    files = [root]
+    if root.is_dir():
+        files = sorted(f for f in root.rglob("*" if path else "*.py")
+                       if f.is_file() and "site-packages" not in f.relative_to(root).parts)
+    texts = [f.read_bytes() for f in files]
     texts = [t for t in texts if t.decode(errors="ignore").encode() == t != b""]
     if len(texts) < HELD_OUT:     # too few to hold out whole files
         whole = b"".join(texts)
@@ -92,7 +94,7 @@ def read_text(path=None):
 def unigram_bits(text):
     """Entropy of the bytes, in bits: the loss of the best model that sees no context."""
     p = np.bincount(text) / len(text)
-    return float(-(p[p > 0] * np.log2(p[p > 0])).sum())
+    return float(0 - (p[p > 0] * np.log2(p[p > 0])).sum())
 
 
 def windows(text, starts, length):
@@ -478,6 +480,7 @@ def read_log(folder):
         with open(Path(folder) / "metrics.jsonl") as f:
             rows = [dict(json.loads(line)) for line in f if line.endswith("\n")]
         rows[0]["header"]["task"]
+        sum(row.get("step", 0) for row in rows)                # numbers, all of them
     except (ValueError, LookupError, TypeError):
         raise ValueError(f"{folder}/metrics.jsonl is damaged, or no log of train_tiny.py") from None
     return rows
@@ -690,6 +693,19 @@ def plot(folder):
     return paths
 
 
+def draw_again(folder):
+    """The figures of a finished run or comparison, from what it wrote."""
+    draw = plot_compare if Path(folder, "compare.json").exists() else plot
+    try:
+        paths = draw(folder)
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as e:
+        raise ValueError(f"{folder}: metrics.jsonl or compare.json is damaged, or not of "
+                         f"train_tiny.py ({e})") from None
+    if not paths:
+        raise ValueError(f"{folder}/metrics.jsonl holds nothing to draw")
+    return paths
+
+
 def draw_loss(ax, steps, losses, header, rows):
     checks = [(row["step"], row["val_bpb"]) for row in rows if "val_bpb" in row]
     ax.plot(steps, np.array(losses) / math.log(2), lw=0.8, label="training")
@@ -761,10 +777,11 @@ def settings(args):
         if run[key] is not None and not 0 < run[key] < math.inf:
             raise ValueError(f"--{key.replace('_', '-')} {run[key]}: a finite number above 0")
     if config.vocab_size <= max(255, config.eos_token_id, config.pad_token_id):
-        raise ValueError(f"--set vocab_size={config.vocab_size}: too small for 256 bytes and the "
-                         f"ids {config.eos_token_id} (end) and {config.pad_token_id} (padding)")
+        raise ValueError(f"vocab_size {config.vocab_size} is too small for 256 bytes and the ids "
+                         f"{config.eos_token_id} (end) and {config.pad_token_id} (padding)")
     widths = config.moe_intermediate_size, config.routed_expert_hidden_size or config.hidden_size
-    if args.qat and (config.num_experts is None or any(width % 32 for width in widths)):
+    dense = config.num_experts is None or config.first_k_dense_replace >= config.num_hidden_layers
+    if args.qat and (dense or any(width % 32 for width in widths)):
         raise ValueError("--qat needs routed experts whose widths are multiples of 32, since that "
                          "many share a scale in MXFP4")
     if args.preset == "gpu" and not torch.cuda.is_available():
@@ -1106,7 +1123,7 @@ def table_lines(found, drawn):
     """The summaries as aligned text; * marks those that the figure draws if not all are."""
     heads = [*dict.fromkeys(head for numbers in found.values() for head in numbers)]
     cell = lambda x: "-" if x is None else f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}"
-    lines = [["", *heads], *([name + " *" * (name in drawn < list(found)),
+    lines = [["", *heads], *([name + " *" * (name in drawn and len(drawn) < len(found)),
                               *(cell(numbers.get(head)) for head in heads)]
                              for name, numbers in found.items())]
     widths = [max(map(len, column)) for column in zip(*lines)]
@@ -1403,6 +1420,9 @@ def train_shapes(args):
                          "--data, no --length, no --resume, no --compare, no --qk-clip, no --qat, "
                          "no torchrun")
     (config, run), out, began = settings(args), Path(args.out), time.perf_counter()
+    if run["batch"] < len(choices(run)):
+        raise ValueError(f"--batch {run['batch']}: each question needs an example, so that "
+                         f"--task shapes takes {len(choices(run))} or more")
     if not config.vt_num_hidden_layers or config.patch_size != 14:
         raise ValueError("--task shapes needs a vision tower, with patches of 14 pixels")
     device, steps = "cuda" if args.preset == "gpu" else "cpu", run["steps"]
@@ -1507,7 +1527,8 @@ def main(argv=None):
     add("--length", type=int, metavar="N", help="bytes of a window (default: the preset's)")
     add("--data", metavar="PATH", help="UTF-8 file or folder (default: Python's standard library)")
     add("--out", metavar="DIR",
-        help="for log, figures, checkpoint (default: out; for shapes out/shapes)")
+        help="for log, figures, checkpoint (default: out; for shapes out/shapes); what an earlier "
+        "run left there is replaced")
     add("--seed", type=int, default=0, help="of weights, batches and the sample")
     add("--resume", action="store_true", help="continue from DIR/state.pt")
     add("--balance", choices=("qb", "qb-exact", "sign", "none"), default="qb")
@@ -1526,21 +1547,22 @@ def main(argv=None):
     if args.out is None:
         args.out = "out/shapes" if args.task == "shapes" else "out"
     try:
-        if "" in (args.plot, args.data, args.out):
-            raise ValueError("--plot, --data and --out take a path, not an empty word")
+        if "" in (args.plot, args.data, args.out, args.compare):
+            raise ValueError("--plot, --data, --out and --compare take no empty word")
         if args.plot:
             own = any(Path(args.plot, name).exists() for name in ("compare.json", "metrics.jsonl"))
             below = sorted(path.parent for path in Path(args.plot).glob("*/compare.json"))
             for folder in below if below and not own else [args.plot]:
-                compared = Path(folder, "compare.json").exists()
-                print(*(plot_compare if compared else plot)(folder))
+                print(*draw_again(folder))
             return
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             join_ranks("cuda" if args.preset == "gpu" else "cpu")
         run = (train_shapes if args.task == "shapes" else compare_all if args.compare == "all" else
                compare if args.compare else train)
         run(args)
-    except (ValueError, OSError, torch.OutOfMemoryError) as e:
+    except Exception as e:
+        if not refused(e):
+            raise
         if rank() == 0 or isinstance(e, OSError):        # a wrong argument is wrong on every rank
             print(f"train_tiny.py: {one_sentence(e)}", file=sys.stderr)
         return 2
