@@ -3262,6 +3262,8 @@ def trace_command(args):
 def prompt_ids(args, checkpoint, tensors):
     """input_ids [1, T] of --ids, of --image and --text, or of a file; and the media arguments."""
     sizes, media = open_pictures(args)
+    if args.ids is not None and args.text is not None:
+        raise ValueError("--text and --ids say twice what to read: give one")
     if args.ids is not None:
         try:
             ids = [int(i) for i in args.ids.split(",")]
@@ -3296,6 +3298,8 @@ def generate_command(args):
     """k3.py generate: the text, as it comes."""
     if not args.prompt:
         raise ValueError("the prompt is empty: there is nothing to continue")
+    if not args.chat and (args.system is not None or not args.think):
+        raise ValueError("--system and --no-think belong to --chat")
     checkpoint = Checkpoint(args.checkpoint, cache=args.cache)
     tokenizer, (sizes, media) = load_tokenizer(checkpoint), open_pictures(args)
     content, read = [*sizes, args.prompt], Tokenizer.stream

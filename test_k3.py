@@ -2189,7 +2189,8 @@ def test_pictures_in_the_commands(saved, tmp_path, capsys):
     (("trace", "{}", "--ids", "1", "--dump", "/no/where"), "/no/where"), (("generate", "{}", "--prompt", ""), "empty"),
     (("generate", "{}", "--prompt", "a", "--top-p", "0"), "top-p"), (("generate", "{}", "--prompt", "a", "--temperature", "-1"), "temperature"),
     (("trace", "/no/folder", "--ids", "1"), "/no/folder"), (("verify", "/no/folder"), "/no/folder"), (("params", "--config", "/no"), "/no"),
-    (("generate", "{}"), "--prompt"), (("dance",), "dance"), ((), "command"), (("trace", "{}", "--ids", "1", "--device", "tpu9"), "tpu9")],
+    (("trace", "{}", "--ids", "1", "--text", "a"), "give one"), (("generate", "{}", "--prompt", "a", "--system", "b"), "--chat"),
+    (("generate", "{}", "--prompt", "a", "--no-think"), "--chat"), (("generate", "{}"), "--prompt"), (("dance",), "dance"), ((), "command"), (("trace", "{}", "--ids", "1", "--device", "tpu9"), "tpu9")],
     ids=str)
 def test_commands_refuse_in_one_sentence(saved, capsys, words, said):
     """Bad input of any kind: exit status 2, one line, no traceback."""
