@@ -3188,10 +3188,13 @@ class TraceReport:
 
     def __init__(self, reference, rtol):
         self.reference, self.rtol, self.bad, self.seen = reference, rtol, [], 0
+        self.broken = None                             # the first running sum that is not finite
 
     def __call__(self, i, note, line):
         if line:
             print(line, flush=True)
+            if self.broken is None and not note["prefix_sum"].isfinite().all():
+                self.broken = f"layers.{i}.prefix_sum"
         for name in note:
             full = name if i is None else f"layers.{i}.{name}"
             if full in self.reference:
@@ -3223,7 +3226,7 @@ class TraceReport:
 
 
 def trace_command(args):
-    """k3.py trace: 1 if a tensor differs from the reference."""
+    """k3.py trace: 1 if a tensor differs from the reference, or a running sum is not finite."""
     checkpoint = Checkpoint(args.checkpoint, cache=args.cache)
     start, reference = (read_safetensors(path) if path is not None else {}
                         for path in (args.start, args.against))
@@ -3256,7 +3259,9 @@ def trace_command(args):
         print(f"{len(report.bad)} of {report.seen} tensors differ; the first is {report.bad[0]}")
     elif args.against:
         print(f"all {report.seen} tensors agree within {args.rtol:g}")
-    return bool(report.bad)
+    if report.broken:
+        print(f"{report.broken} is not finite")
+    return bool(report.bad or report.broken)
 
 
 def prompt_ids(args, checkpoint, tensors):

@@ -2010,6 +2010,11 @@ def test_trace_command(saved, tmp_path, capsys):
     status, out, _ = run(capsys, "trace", folder, "--against", dump)
     assert status == 0 and "all 37 tensors agree" in out
     assert run(capsys, "trace", folder, "--layers", "3:5", "--from", dump, "--against", dump)[0] == 0
+    broken = k3.read_safetensors(dump)
+    broken["layers.2.prefix_sum"][0, 0, 0] = math.nan
+    k3.write_safetensors(tmp_path / "nan.safetensors", broken)
+    status, out, _ = run(capsys, "trace", folder, "--layers", "3:5", "--from", tmp_path / "nan.safetensors")
+    assert status == 1 and out.endswith("layers.3.prefix_sum is not finite\n")
     name = "language_model.model.layers.2.block_sparse_moe.shared_experts.up_proj.weight"
     wrong = change(folder, tmp_path / "wrong", lambda t: {**t, name: t[name] * 1.5} if name in t else None)
     status, out, _ = run(capsys, "trace", wrong, "--against", dump)
@@ -2915,6 +2920,8 @@ def test_resume_refuses_another_run(monkeypatch, capsys, tmp_path, text):
     tiny_run(monkeypatch, tmp_path / "a", "--data", text, steps=2)
     assert tiny_run(monkeypatch, tmp_path / "a", "--data", text, "--resume", "--seed", 1, steps=2) == 2
     assert "seed" in capsys.readouterr().err
+    assert tiny_run(monkeypatch, tmp_path / "a", "--data", text, "--resume", "--set", "rms_norm_eps=1e-4", steps=2) == 2
+    assert "rms_norm_eps 1e-05, this run 0.0001" in capsys.readouterr().err
     (tmp_path / "a" / "state.pt").write_bytes(b"garbage")
     assert tiny_run(monkeypatch, tmp_path / "a", "--data", text, "--resume", steps=2) == 2
 

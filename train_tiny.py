@@ -39,8 +39,8 @@ import torch.distributed as dist
 from k3 import (Balancer, byte_tokenizer, CONTROL, depth_weights, Experts, f32, Gate, generate,
                 generate_drafted, generate_ids, image_prompt, K3, K3Config, KDA, keys_values,
                 LatentMoE, load_model, load_tokenizer, MLA, MLP, one_sentence, OneLine, pool,
-                preprocess_image, quantile_bias, QuantileHistogram, ranks, refused, replacing, route,
-                save_checkpoint, sign_bias, Tokenizer)
+                preprocess_image, quantile_bias, QuantileHistogram, ranks, refused, replacing,
+                route, save_checkpoint, sign_bias, Tokenizer)
 
 # ---- Settings ------------------------------------------------------------------------------------
 
@@ -444,6 +444,15 @@ def save_state(path, **state):
     write_whole(path, buffer.getbuffer())
 
 
+def flat(tree, before=""):
+    """The leaves of nested dicts, by the path of keys that leads there."""
+    leaves = {}
+    for key, value in tree.items():
+        nested = isinstance(value, dict)
+        leaves |= flat(value, f"{before}{key}.") if nested else {before + key: value}
+    return leaves
+
+
 def load_state(path, run, **own):
     """What save_state wrote, read without running code from the file. Refused if `run` differs.
 
@@ -465,10 +474,10 @@ def load_state(path, run, **own):
         whole = False
     if not whole:
         raise ValueError(f"--resume: {path} is damaged, or no training state")
-    for key in run:
-        if saved.get(key) != run[key]:
-            differ = f"{saved.get(key)}, this run {run[key]}" if key != "config" else "of its own"
-            raise ValueError(f"--resume: {path} has {key} {differ}")
+    old, new = flat(saved), flat(run)
+    for key in new | old:
+        if old.get(key) != new.get(key):
+            raise ValueError(f"--resume: {path} has {key} {old.get(key)}, this run {new.get(key)}")
     if found != {key: shapes(named) for key, named in own.items()}:
         raise ValueError(f"--resume: {path} holds other tensors than this model trains")
     return state
