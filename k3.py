@@ -657,14 +657,17 @@ class MLA(Module):
         self.kv_b_proj = Linear(C, H * (nope + v_dim))
         self.g_proj, self.o_proj = Linear(D, H * v_dim), Linear(H * v_dim, D)
 
-    def forward(self, x, state=None):
+    def project(self, x):
+        """Queries [B, T, H, nope + rope] and the latents [B, T, C + rope] of keys and values."""
         if hasattr(self, "q_proj"):
             q = self.q_proj(x)
         else:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        q, W = q.unflatten(-1, (self.H, -1)), self.kv_b_proj.weight
         c, k_rope = self.kv_a_proj_with_mqa(x).split([self.C, self.rope], -1)
-        latent = torch.cat([self.kv_a_layernorm(c), k_rope], -1)
+        return q.unflatten(-1, (self.H, -1)), torch.cat([self.kv_a_layernorm(c), k_rope], -1)
+
+    def forward(self, x, state=None):
+        (q, latent), W = self.project(x), self.kv_b_proj.weight
         past = state and state["at"]
         if state is not None:
             latent = self.remember(state, latent)

@@ -66,7 +66,7 @@ OPTIMIZERS = "per-head-muon", "muon", "adamw"
 ADAMW_SIZE = 0.2      # usual RMS of AdamW's updates, to which Muon's are scaled
 CACHED = 2 ** 18      # numbers (1 MB) that stay in a CPU's cache from one product to the next
 
-# ---- Data: bytes are tokens, with the ids that byte_tokenizer's encoding gives them ---------
+# ---- Data: bytes are tokens, with the ids that byte_tokenizer's encoding gives them --------------
 
 
 @functools.lru_cache(1)       # a comparison reads it for every run
@@ -364,13 +364,9 @@ class Peaks:
 
 def largest_logits(mla, x):
     """Each head's largest causal logit [H], or 0 if all are below, for the layer's input x."""
-    q = mla.q_proj(x) if hasattr(mla, "q_proj") else mla.q_b_proj(
-        mla.q_a_layernorm(mla.q_a_proj(x)))
-    c, k_rope = mla.kv_a_proj_with_mqa(x).split([mla.C, mla.rope], -1)
-    latent = torch.cat([mla.kv_a_layernorm(c), k_rope], -1)
+    q, latent = mla.project(x)
     k, _ = keys_values(latent, mla.kv_b_proj.weight, mla.H, mla.v_dim)
-    q, k = f32(q.unflatten(-1, (mla.H, -1))), f32(k)
-    logits = torch.einsum("bthd,bshd->hbts", q, k) * q.shape[-1] ** -0.5
+    logits = torch.einsum("bthd,bshd->hbts", f32(q), f32(k)) * q.shape[-1] ** -0.5
     return logits.tril().amax((1, 2, 3)).to(torch.float32)
 
 
