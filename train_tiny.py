@@ -1103,9 +1103,9 @@ def series(rows, name):
     return zip(*pairs) if pairs else ((), ())
 
 
-def measured(folder):
+def measured(rows):
     """What MEASURES noted of a run, or an empty dict."""
-    return next((row["measured"] for row in read_log(folder) if "measured" in row), {})
+    return next((row["measured"] for row in rows if "measured" in row), {})
 
 
 def summary(folder):
@@ -1121,7 +1121,7 @@ def summary(folder):
         if name == "imbalance":
             found["below_1.5_from"] = settled(values, 1.5)
     found["optimizer_ms"] = [row["optimizer_ms"] for row in rows if "optimizer_ms" in row][-1]
-    return found | {k: v for k, v in measured(folder).items() if not isinstance(v, list)}
+    return found | {k: v for k, v in measured(rows).items() if not isinstance(v, list)}
 
 
 def table_lines(found, drawn):
@@ -1144,13 +1144,13 @@ def plot_compare(folder):
         raise ValueError(f"{folder}/compare.json is not a comparison of train_tiny.py")
     header, what = result["header"], result["header"]["compare"]
     panels, extra = PANELS.get(what, ["loss", "imbalance"]), EXTRA.get(what, ())
+    logs = {name: read_log(folder / name) for name in result["drawn"]}
     n = len(panels) + len(extra)
     fig, axes = plt.subplots(1, n, figsize=(5 * n, 4.5), layout="constrained")
     base = {"loss": (header["unigram_bits"], "entropy of single bytes"), "imbalance": (1, "even"),
             "head_rms": (ADAMW_SIZE, "AdamW's usual size"), "head_spread": (1, "heads alike")}
     for ax, panel in zip(axes, panels):
-        for i, name in enumerate(result["drawn"]):
-            rows = read_log(folder / name)
+        for i, (name, rows) in enumerate(logs.items()):
             ax.plot(*series(rows, panel), "--" if i > 2 else "-", lw=0.9, color=f"C{i}", label=name)
             if panel == "loss" and any("mtp_loss" in row for row in rows):
                 ax.plot(*series(rows, "mtp_loss"), "--", lw=0.9, color=f"C{i}",
@@ -1160,7 +1160,7 @@ def plot_compare(folder):
         if panel in base:
             ax.axhline(base[panel][0], color="0.5", ls=":", label=base[panel][1])
     for ax, draw in zip(axes[len(panels):], extra):
-        draw(ax, result, {name: measured(folder / name) for name in result["drawn"]})
+        draw(ax, result, {name: measured(rows) for name, rows in logs.items()})
     for ax in axes:
         ax.legend(fontsize=7)
     keys = "".join(f" --set {pair}" for pair in header.get("set", ()))
