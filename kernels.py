@@ -211,7 +211,8 @@ def descend(keep, dA, dB, drows, dc):
     """Takes the gradients of rows and c back from the chunk's ends to each tile's, in place, and
     adds those of each level's products."""
     while keep:
-        w, k_hi, q_hi, c_lo, before, after = keep.pop()
+        w, k_hi, q_hi, c_lo, *decays = keep.pop()
+        before, after = (decay.to(dc.dtype) for decay in decays)     # of one dtype: less slow
         dc_lo = halves(dc, w)[0].mul_(after)
         for dX, hi, drow in zip((dA, dB), (k_hi, q_hi), drows):
             mm(below(dX, w), c_lo, halves(drow, w)[1].mul_(before), beta=1)
@@ -222,26 +223,24 @@ def by_tile(x, y):
     return tiles(y).sum(1, dtype=x.acc).view(len(y), -1, y.shape[-1])
 
 
-def decay_gradient(x, dtotal, past, cross, pairs):
+def decay_gradient(x, dtotal, past, pairs):
     """Gradient of each log-decay: the sum over all that it decays.
 
     dtotal  [n, d]      the state, on its way through the chunk
     past    [n, C, d]   what a token wrote, on its way out: meets the decays of the tokens after it
-    pairs   [n, C, d]   row * drow - c * dc: summed from a token to the chunk's end, the products
-                        between an earlier and a later token
-    cross   [n, C/16, d]   tile's sums of the part of pairs whose tokens are of two tiles
+    pairs   [n, C, d]   row * drow - c * dc, fp32: summed from a token to the chunk's end, the
+                        products between an earlier and a later token; one between two later
+                        tokens comes with both signs, and would not cancel in bf16
     Sums over a whole chunk would drown a strong decay's gradient in rounding, so they run over
     tiles first, and in a tile over its own tokens.
     """
-    written = by_tile(x, past)[:, :-1]
-    carried = torch.cat([dtotal.unsqueeze(1), written], 1).cumsum(1)
-    carried[:, :-1] += cross[:, 1:].flip(1).cumsum(1).flip(1)
-    tiles(pairs)[:, -1] += carried.flatten(0, 1).to(x.lo)
-    on = torch.ones(TILE, TILE, dtype=x.lo, device=past.device)
-    on = torch.block_diag(*[on] * (x.C // TILE))
-    dg = torch.empty(past.shape, dtype=x.acc, device=past.device)
-    mm(on.triu().expand(len(past), -1, -1), pairs, dg)
-    return mm(on.tril(-1).expand(len(past), -1, -1), past, dg, beta=1)
+    carried = torch.cat([dtotal.unsqueeze(1), by_tile(x, past)[:, :-1]], 1).cumsum(1)
+    carried[:, :-1] += by_tile(x, pairs)[:, 1:].flip(1).cumsum(1).flip(1)
+    tiles(pairs)[:, -1] += carried.flatten(0, 1)
+    on = torch.ones(TILE, TILE, dtype=x.acc, device=past.device)
+    dg = torch.matmul(on.triu(), tiles(pairs)).view(past.shape)
+    before = torch.block_diag(*[on.tril(-1).to(x.lo)] * (x.C // TILE))
+    return mm(before.expand(len(past), -1, -1), past, dg, beta=1)
 
 
 class _KDAChunk(torch.autograd.Function):
@@ -291,10 +290,10 @@ class _KDAChunk(torch.autograd.Function):
         dA, dB = (squares(u, x.lo, torch.empty) for _ in range(2))
         mm(dr, u.mT, dA, alpha=-1)
         mm(do, u.mT, dB)
-        drows = torch.empty(2, *k.shape, dtype=x.lo, device=k.device)
+        drows = torch.empty(2, *k.shape, dtype=x.acc, device=k.device)
         mm(dr, S.mT, drows[0], alpha=-1)
         mm(do, S.mT, drows[1])
-        dend, dc = torch.bmm(u, D.mT), torch.zeros_like(k)
+        dend, dc = torch.bmm(u, D.mT), torch.zeros_like(k, dtype=x.acc)
         past = c.mul_(dend)
         del S, D, u, do
         # (1/beta + A) u = r, so that 1/beta has the gradient -dr . u
@@ -307,14 +306,14 @@ class _KDAChunk(torch.autograd.Function):
         for y, decay in ((dc, total), (dend, later)):
             tiles(y).mul_(spread(decay.view(-1, 1, k.shape[-1]).exp().to(x.lo), TILE))
         rk, rq, ck = k * E, q * E, k / E
-        pairs = lambda: (rk * drows[0]).addcmul_(rq, drows[1]).addcmul_(ck, dc, value=-1)
-        cross = by_tile(x, pairs())
-        da, db = (diagonal(y, TILE).contiguous().tril_(-1) for y in (dA, dB))
+        da, db = (diagonal(y, TILE).tril(-1) for y in (dA, dB))
         mm(da, tiles(ck), tiles(drows[0]), beta=1)
         mm(db, tiles(ck), tiles(drows[1]), beta=1)
         mm(da.mT, tiles(rk), tiles(dc), beta=1)
         mm(db.mT, tiles(rq), tiles(dc), beta=1)
-        dg = decay_gradient(x, dtotal, past, cross, pairs())
+        pairs = (rk * drows[0]).addcmul_(rq, drows[1]).addcmul_(ck, dc, value=-1)
+        dg = decay_gradient(x, dtotal, past, pairs)
+        drows, dc = drows.to(x.lo), dc.to(x.lo)
         dq = drows[1].mul_(E).addcmul_(k, own)
         dk = drows[0].mul_(E).addcdiv_(dc.add_(dend), E).addcmul_(q, own)
         dq, dk, dv, dg = (x.back(y, z.dtype) for y, z in zip((dq, dk, dr, dg), inputs))

@@ -780,10 +780,9 @@ def test_cuda_graph_holds_forward_and_backward():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("kind", ["random", "bound", "none", "mixed"])
 def test_chunk_on_a_gpu(kind):
-    """bf16 products: outputs and state within 8e-3, the gradients, a longer chain of roundings, within 1e-2."""
-    inputs = [x.cuda() for x in kda_case(kind, 1000, dk=64, dv=64, dtype=torch.bfloat16)]
-    e = compare(inputs)
-    assert max(e[:2]) < 8e-3 and max(e) < 1e-2, e
+    """Products of bf16: outputs, state and all gradients within 8e-3."""
+    inputs = [x.cuda() for x in kda_case(kind, 1000, dk=128, dv=128, dtype=torch.bfloat16)]
+    assert max(e := compare(inputs)) < 8e-3, e
     assert max(e := compare([x.float() for x in inputs])) < 1e-5, e
 
 
