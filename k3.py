@@ -1,7 +1,8 @@
 """Kimi K3 in one readable file: the released model, exact, in plain PyTorch.
 
 Read beside the technical report "Kimi K3: Open Frontier Intelligence" (Kimi Team, Moonshot AI,
-July 2026); KDA comes from "Kimi Linear" (arXiv:2510.26692). Mechanisms stand in the report's order.
+July 2026); KDA comes from "Kimi Linear" (arXiv:2510.26692). Mechanisms stand in the report's order
+(SiTU-GLU among the primitives before them); equation numbers beyond 1-4 and 14 are by order.
 The hard ones are free functions of tensors, definition first; modules hold weights under the
 released checkpoint's names and call them.
 
@@ -370,7 +371,7 @@ def swiglu(gate, up):
 
 
 def twin(name):
-    """The function of kernels.py, which is imported only by those who ask for it."""
+    """A name of kernels.py, which is imported only by those who ask for it."""
     import kernels
     return getattr(kernels, name)
 
@@ -528,7 +529,8 @@ class KDA(Module):
         g = kda_log_decay(z, self.A_log, self.dt_bias, self.g_min)
         beta = torch.sigmoid(f32(self.b_proj(x)))
         unit = l2_norm if self.kernel == "plain" else twin("l2_norm")
-        o, S = self.core()(unit(q), unit(k), v, g, beta, state and state["S"])
+        core = kda_recurrent if self.kernel == "plain" else twin("kda_chunk")
+        o, S = core(unit(q), unit(k), v, g, beta, state and state["S"])
         if state is not None:
             state["S"] = S
         gate = self.g_proj(x) if hasattr(self, "g_proj") else self.g_b_proj(self.g_a_proj(x))
@@ -546,9 +548,6 @@ class KDA(Module):
         if state is not None:
             state[f"conv_{name}"] = tail.clone()       # a view would keep all of x
         return y
-
-    def core(self):
-        return kda_recurrent if self.kernel == "plain" else twin("kda_chunk")
 
     def init_state(self, B, dtype, device, capacity=None):
         """S and, for q, k and v each, the convolution's last inputs: a size that never grows."""
@@ -633,7 +632,7 @@ def mla_fused(q, latent, W, v_dim, past=None):
     return o[..., :v_dim].transpose(1, 2)
 
 
-class MLA(Module):
+class MLA(nn.Module):
     """Multi-head latent attention with a full-rank output gate, no positions.  [§2.1.2, Eq. 7]
 
     x [B, T, D], after the layer's norm, to [B, T, D]. The cache holds C + rope = 576 values a
@@ -724,9 +723,10 @@ def attn_res(sources, query, norm_weight, eps):
 def attn_res_blocks(blocks, queries, norm_weights, eps):
     """Phase one: the stored blocks' part of many mixes at once, each block read once.  [§2.2]
 
-    blocks [..., n, D]; queries, norm_weights [mixes, D], those of a block's 24 mixes, which all see
-    the same blocks. Returns each mix's largest score `top` [..., mixes], the `total` of
-    exp(score - top) [..., mixes], and the sources' sum under these weights [..., mixes, D].
+    blocks [..., n, D]; queries, norm_weights [mixes, D], those of the 24 mixes between storing one
+    block and the next, which all see the same blocks. Returns each mix's largest score `top`
+    [..., mixes], the `total` of exp(score - top) [..., mixes], and the sources' sum under these
+    weights [..., mixes, D].
     """
     up = f32(blocks)
     scores = attn_res_scores(up, queries, norm_weights, eps).transpose(-1, -2)   # [..., mixes, n]
@@ -824,12 +824,13 @@ class Experts(nn.Module):
         return run(x, experts, weights, *matrices, self.act)
 
 
-class LatentMoE(Module):
+class LatentMoE(nn.Module):
     """Shared experts at full width plus routed ones in a latent space.  [§2.3.1, Eq. 11]
 
     x [B, T, D], after the layer's norm, to [B, T, D]. The norm between the routed sum and the
-    up-projection is what makes it "stable". While training under a Balancer, `load` counts tokens
-    per expert and `balance` collects what the next bias needs; nothing else ever feeds them.
+    up-projection, SiTU-GLU and Quantile Balancing are what makes it "stable". While training under
+    a Balancer, `load` counts tokens per expert and `balance` collects what the next bias needs;
+    nothing else ever feeds them.
     """
 
     def __init__(self, config):
@@ -846,8 +847,9 @@ class LatentMoE(Module):
             self.shared_experts = MLP(config, width)
 
     def forward(self, x, valid=None, note=None, forced=None):
-        """valid   [B, T] bool: tokens that count for balancing; None: all
+        """The routed sum, led back to full width, plus the shared experts' output.
 
+        valid   [B, T] bool: tokens that count for balancing; None: all
         note    a dict for topk_idx, topk_weight and gap, by which the last chosen beat the next
         forced  [B, T, k]: expert ids instead of the router's own choice, under its weights
         """
@@ -944,12 +946,12 @@ class QuantileHistogram:
         inside = self.counts.gather(-1, at)
         before = upto.gather(-1, at) - inside
         fraction = ((target - before) / inside.clamp(min=1)).clamp(0, 1)
-        b = (self.low + (at + fraction) / self.bins * self.span)[:, 0]          # Eq. 14
+        b = (self.low + (at + fraction) / self.bins * self.span)[:, 0]          # App. D
+        some = m[:, 0].amin() > 0                      # without a token all stays as it was
         if self.ema:
-            old = self.average
-            self.average = b.clone() if old is None else old.lerp_(b, 1 - self.ema)
-            b = self.average
-        return torch.where(m[:, 0].amin() > 0, b - b.mean(), self.bias)
+            old = b if self.average is None else self.average
+            b = self.average = torch.where(some, old.lerp(b, 1 - self.ema), old)
+        return torch.where(some, b - b.mean(), self.bias)
 
 
 class ExactQuantile:
@@ -1301,7 +1303,7 @@ def preprocess_image(image):
     x = torch.from_numpy(canvas).view(rows, PATCH, cols, PATCH, 3).permute(0, 2, 4, 1, 3)
     return (x.flatten(0, 1) / 255 - 0.5) / 0.5, torch.tensor([1, rows, cols])
 
-# ---- §2.1 Layers and model, §2.5 MTP -------------------------------------------------------------
+# ---- §2.1 Layers and model, MTP ------------------------------------------------------------------
 
 
 class DecoderLayer(nn.Module):
@@ -1316,9 +1318,9 @@ class DecoderLayer(nn.Module):
             self.block_sparse_moe = LatentMoE(config)
         else:
             self.mlp = MLP(config, config.intermediate_size)
-        self.attn_res = config.attn_res_block_size is not None
-        self.starts_block = self.attn_res and starts_block
-        if self.attn_res:
+        attn_res = config.attn_res_block_size is not None
+        self.starts_block = attn_res and starts_block
+        if attn_res:
             self.self_attention_res_proj = Linear(D, 1)
             self.self_attention_res_norm = RMSNorm(D, eps)
             self.mlp_res_proj, self.mlp_res_norm = Linear(D, 1), RMSNorm(D, eps)
@@ -1347,10 +1349,11 @@ class DecoderLayer(nn.Module):
         return s, blocks
 
     def mix(self, name, blocks, s):
-        if not (self.attn_res and blocks):
-            return s
-        proj, norm = getattr(self, f"{name}_res_proj"), getattr(self, f"{name}_res_norm")
-        return mix_depth(blocks, s, proj, norm)
+        return mix_depth(blocks, s, *self.mixer(name)) if blocks else s
+
+    def mixer(self, name):
+        """Projection and norm of the mix before "self_attention" or "mlp"."""
+        return getattr(self, f"{name}_res_proj"), getattr(self, f"{name}_res_norm")
 
 
 def mix_depth(blocks, s, proj, norm):
@@ -1392,7 +1395,7 @@ class TextModel(nn.Module):
 
 
 class MTP(nn.Module):
-    """Multi-token prediction: one backbone-shaped layer that guesses one token further.  [§2.5]
+    """Multi-token prediction: one backbone-shaped layer that guesses one token further.
 
     It reads the backbone's normed hidden state at t joined with the embedding of token t + 1, and
     shares the backbone's output mix and head. Its layer starts a block of its own, so its input is
@@ -1477,9 +1480,9 @@ class K3(nn.Module):
         record   a dict to fill with intermediate tensors: embed, of each layer `layers.i.` and
                  RECORDED, final_mixed, final_normed, logits; with media also those of encode_media
         last     only the last position's logits, [B, 1, V]: a million rows would be 687 GB
-        Raises ValueError for ids outside the vocabulary (seen on the CPU only), another batch size
-        than the state's, or a batch that is padded on the left: there is no mask, so pad on the
-        right and read logits before it.
+        Raises ValueError for another batch size than the state's and, on the CPU (elsewhere looking
+        would wait for the device), for ids outside the vocabulary and for rows that start with
+        padding: there is no mask, so pad on the right and read logits before it.
         """
         h = self.hidden(input_ids, state, pixel_values, grid_thws, record)
         logits = f32(self.head(h[:, -1:] if last else h))
@@ -1492,8 +1495,12 @@ class K3(nn.Module):
         self.check_input(input_ids, state)
         text = self.language_model.model
         embed, valid = self.embed(input_ids, pixel_values, grid_thws, record)
-        span = range(len(text.layers))
-        s, blocks = self.run_layers(span, embed, [], state, valid, record)
+        s, blocks = embed, []
+        for i in range(len(text.layers)):
+            note = None if record is None else {}
+            s, blocks = self.layer(i)(s, blocks, state and state.layers[i], valid, note)
+            if record is not None:
+                record_layer(record, i, note)
         if state is not None:
             state.length += s.shape[1]
         mixed = text.output_mix(blocks, s)
@@ -1501,15 +1508,6 @@ class K3(nn.Module):
         if record is not None:
             record.update(embed=embed, final_mixed=mixed, final_normed=h)
         return h
-
-    def run_layers(self, span, s, blocks, state=None, valid=None, record=None):
-        """The layers of `span` in turn: running sum and stored blocks, before them to after."""
-        for i in span:
-            note = None if record is None else {}
-            s, blocks = self.layer(i)(s, blocks, state and state.layers[i], valid, note)
-            if record is not None:
-                record_layer(record, i, note)
-        return s, blocks
 
     def layer(self, i):
         return self.language_model.model.layers[i]
@@ -1604,7 +1602,7 @@ class K3(nn.Module):
             if low < 0 or high >= V:
                 raise ValueError(f"token id {low if low < 0 else high} is outside the vocabulary "
                                  f"of {V}")
-            if B > 1 and ((ids[:, 0] == pad) & (ids != pad).any(1)).any():
+            if ((ids[:, 0] == pad) & (ids != pad).any(1)).any():
                 raise ValueError(f"a row starts with padding (id {pad}): pad on the right, "
                                  "there is no mask")
 
@@ -1679,7 +1677,8 @@ def mxfp4_decode(packed, scale, dtype=torch.float32):
 
     packed (..., n/2)  uint8; byte j holds input 2j in its low nibble, 2j+1 in its high one
     scale  (..., n/32) uint8; e means 2^(e - 127), 255 means NaN whatever the codes
-    Returns (..., n). bf16 loses nothing; fp32 and bf16 overflow only for 4 and 6 under 253, 254.
+    Returns (..., n). bf16 loses nothing; fp32 and bf16 overflow for 4 and 6 under scale 253, from 2
+    on under 254.
     """
     if packed.dtype != torch.uint8 or scale.dtype != torch.uint8:
         raise ValueError(f"MXFP4 wants uint8 codes and scales, got {packed.dtype}, {scale.dtype}")
@@ -1723,7 +1722,7 @@ def mxfp4_encode(weight):
 
 
 def mxfp4_round(weight):
-    """weight (..., n), n a multiple of 32, as mxfp4_encode's codes hold it; in fp32.
+    """weight (..., n), n a multiple of 32, as mxfp4_encode's codes hold it; in fp32 at least.
 
     The gradient passes straight through to the weight. Asks the device nothing and refuses nothing,
     so that a CUDA graph can hold it: infinity and NaN make their block NaN.
@@ -2642,12 +2641,10 @@ def layer_line(i, layer, before, blocks, note, size, seconds):
     rms = f32(note["prefix_sum"]).square().mean().sqrt()
     line = f"layer {i:2d} {kind:9s} {size / 1e6:9,.1f} MB {seconds:6.2f} s  rms {rms:.3g}"
     line += "" if moe is None else f"  experts {moe.experts.touched}/{moe.gate.weight.shape[0]}"
-    if layer.attn_res:
-        after = note["attn_out"] if layer.starts_block else before[-1] + note["attn_out"]
-        mixes = [(before, "self_attention")] if len(before) > 1 else []
-        for (*stored, running), name in (*mixes, ([*blocks, after], "mlp")):
-            proj, norm = getattr(layer, f"{name}_res_proj"), getattr(layer, f"{name}_res_norm")
-            weights = depth_weights(stored, running, proj, norm)
+    after = note["attn_out"] if layer.starts_block else before[-1] + note["attn_out"]
+    for name, (*stored, s) in (("self_attention", before), ("mlp", [*blocks, after])):
+        if stored:
+            weights = depth_weights(stored, s, *layer.mixer(name))
             line += "  mix " + " ".join(f"{x:.2f}" for x in weights)
     return line
 
@@ -2872,6 +2869,26 @@ def sample(logits, temperature, top_p, generator):
     return int(order[torch.multinomial(p.cpu(), 1, generator=generator)])
 
 
+def capture(step, state, warm_up=3):
+    """`step` as one CUDA graph: the same numbers from one launch.
+
+    state  every tensor that a step changes, so that the warm-up can be undone
+    """
+    saved = [t.clone() for t in state]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warm_up):         # libraries set themselves up here, which a capture forbids
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):    # NCCL's watchdog may go on
+        numbers = step()
+    for t, old in zip(state, saved):
+        t.copy_(old)
+    return lambda: (graph.replay(), numbers)[1]
+
+
 class DecodeGraph:
     """One decoding step as a CUDA graph: step(ids [B, 1]) -> logits [B, 1, V].
 
@@ -2882,16 +2899,8 @@ class DecodeGraph:
     def __init__(self, model, state):
         self.state = state
         self.ids = torch.zeros(state.batch, 1, dtype=torch.int64, device=model.device)
-        before, stream = [t.clone() for t in state.tensors()], torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.run(model)                            # libraries set themselves up
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.logits = self.run(model)
-        for t, old in zip(state.tensors(), before):
-            t.copy_(old)
+        # one step to warm up, which the state has room for; it is not counted in state.length
+        self.replay = capture(lambda: self.run(model), state.tensors(), warm_up=1)
 
     def run(self, model):
         new = self.state.copy()
@@ -2906,8 +2915,7 @@ class DecodeGraph:
             raise ValueError(f"the state is full: it holds {self.state.capacity} tokens")
         self.state.length += 1
         self.ids.copy_(ids)
-        self.graph.replay()
-        return self.logits
+        return self.replay()
 
 
 @torch.no_grad()
@@ -2922,10 +2930,10 @@ def generate_ids(model, ids, max_new_tokens, temperature=0.0, top_p=1.0, seed=0,
         raise ValueError(f"max-new-tokens {max_new_tokens} and seed {seed}: expected at least 0, "
                          "and below 2^63")
     generator = torch.Generator().manual_seed(seed)
-    steps = max_new_tokens > 1                         # after the prompt, which tells the first
-    graph = (steps and model.device.type == "cuda" and model.kernel == "fast"     # no plain loops
-             and not isinstance(model, StreamedK3))
-    media_tokens = sum(int(torch.as_tensor(g).prod()) for g in media.get("grid_thws", ()))
+    graph = (max_new_tokens > 1 and model.device.type == "cuda" and model.kernel == "fast"
+             and not isinstance(model, StreamedK3))    # plain loops ask the device for numbers
+    grids = media.get("grid_thws")
+    media_tokens = 0 if grids is None else int(torch.as_tensor(grids).prod(-1).sum())
     state = model.init_state(1, len(ids) + media_tokens + max_new_tokens if graph else None)
     model.check_input(torch.tensor([ids]), state)
     logits = model(torch.tensor([ids], device=model.device), state=state, last=True, **media)
@@ -2941,12 +2949,12 @@ def generate_ids(model, ids, max_new_tokens, temperature=0.0, top_p=1.0, seed=0,
 
 @torch.no_grad()
 def generate_drafted(model, ids, max_new_tokens):
-    """generate_ids at temperature 0, with the MTP layer guessing one token ahead.  [§2.5]
+    """generate_ids at temperature 0, with the MTP layer guessing one token ahead.
 
-    A call of the main model reads the guess too, and so settles two tokens where the guess is what
-    it would have said itself, else one. Yields a list of those, once a call. A KDA state cannot
-    forget a wrong guess: the one before it is kept, and the tokens since are read once more by the
-    next call; after several wrong guesses by one of their own.
+    A call of the main model reads the known tokens that it has not read yet, then the guess: two
+    tokens are settled if the guess is what it says itself, else one. Yields a list of those, once a
+    call. A KDA state cannot forget a wrong guess, so the state before it is kept and the tokens
+    since are read again by the next call; when more than four have gathered, by one of their own.
     Raises ValueError for an empty prompt and for a model without an MTP layer.
     """
     text = model.language_model.model
@@ -3198,9 +3206,9 @@ class TraceReport:
             print(line, flush=True)
             if self.broken is None and not note["prefix_sum"].isfinite().all():
                 self.broken = f"layers.{i}.prefix_sum"
-        for name in note:
+        for name in note if i is None else RECORDED:               # in the order of computing
             full = name if i is None else f"layers.{i}.{name}"
-            if full in self.reference:
+            if name in note and full in self.reference:
                 good, text = self.compare(note, name, self.reference[full])
                 print(f"  {'ok  ' if good else 'DIFF'} {full:28s} {text}", flush=True)
                 self.seen += 1
@@ -3208,24 +3216,27 @@ class TraceReport:
 
     def compare(self, note, name, want):
         """Whether a tensor agrees, and how far it is off."""
-        got = note[name].cpu()
+        got, part = note[name].cpu(), ""
         if got.dim() == want.dim() and got.shape[2:] == want.shape[2:]:
             common = tuple(map(slice, map(min, got.shape, want.shape)))
             got, want = got[common], want[common]      # a file may hold the first positions only
+            if got.shape != note[name].shape:
+                part = f"of its first {want.shape[1]} positions: "
         if not want.numel():
             return False, "is empty in the reference, or here"
         if got.shape != want.shape:
             return False, f"has shape {list(got.shape)}, the reference {list(want.shape)}"
         if name == "topk_idx":
             flipped = (got != want).any(-1)
-            text = f"{int(flipped.sum())} of {flipped.numel()} tokens route differently"
+            text = f"{part}{int(flipped.sum())} of {flipped.numel()} tokens route differently"
             gap = note["gap"].cpu()[tuple(map(slice, flipped.shape))][flipped]
             if not len(gap) or gap.max() >= 1e-3:
                 return not len(gap), text
             return True, f"{text}, by a gap of at most {gap.max():.1e}: near-ties"
         want, off = want.double(), got.double() - want.double()
         error = (off.norm() / want.norm().clamp_min(1e-300)).item()
-        return error <= self.rtol, f"relative error {error:.2e}, largest {off.abs().max():.2e}"
+        text = f"{part}relative error {error:.2e}, largest {off.abs().max():.2e}"
+        return error <= self.rtol, text
 
 
 def trace_command(args):
@@ -3249,6 +3260,9 @@ def trace_command(args):
         ids, media = None, {}
     else:
         ids, media = prompt_ids(args, checkpoint, {**reference, **start})
+    theirs = reference.get("input_ids", ids)
+    if ids is not None and not torch.equal(theirs, ids):
+        raise ValueError(f"{args.against} was recorded with other input_ids")
     report, record = TraceReport(reference, args.rtol), {}
     trace(checkpoint, ids, args.layers, None if args.dump is None else record,
           dtype=getattr(torch, args.dtype), device=args.device, start=start, kernel=args.kernel,
@@ -3272,6 +3286,7 @@ def prompt_ids(args, checkpoint, tensors):
     sizes, media = open_pictures(args)
     if args.ids is not None and args.text is not None:
         raise ValueError("--text and --ids say twice what to read: give one")
+    ids, V = None, checkpoint.config.vocab_size
     if args.ids is not None:
         try:
             ids = [int(i) for i in args.ids.split(",")]
@@ -3280,16 +3295,15 @@ def prompt_ids(args, checkpoint, tensors):
                              "between commas") from None
     elif args.text is not None:
         ids = encode_parts(load_tokenizer(checkpoint), [*sizes, args.text])
-    elif "input_ids" in tensors:
-        return tensors["input_ids"], media
-    else:
+    elif "input_ids" not in tensors:
         raise ValueError("give --text or --ids (or a reference file that holds input_ids)")
-    V, placeholder = checkpoint.config.vocab_size, checkpoint.config.media_placeholder_token_id
-    if odd := [i for i in ids if not 0 <= i < V]:
+    if odd := [i for i in ids or () if not 0 <= i < V]:
         raise ValueError(f"token id {odd[0]} is outside the vocabulary of {V}")
-    if not sizes and checkpoint.config.vt_num_hidden_layers and placeholder in ids:
+    ids, placeholder = (tensors["input_ids"] if ids is None else torch.tensor([ids]),
+                        checkpoint.config.media_placeholder_token_id)
+    if not sizes and checkpoint.config.vt_num_hidden_layers and (ids == placeholder).any():
         raise ValueError(f"id {placeholder} stands for a picture: give one with --image")
-    return torch.tensor([ids]), media
+    return ids, media
 
 
 def open_pictures(args):
@@ -3383,10 +3397,12 @@ def build_parser():
         common(add)
         add("--image", action="append", metavar="F", help="a picture before the text; repeatable")
         add("--device", type=device, default="cpu", help="cpu, cuda, cuda:1, ...")
-        add("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")
+        add("--dtype", choices=["float32", "bfloat16", "float64"], default="float32",
+            help="of activations (%(default)s)")
         add("--kernel", choices=["plain", "fast"], default="plain", help="fast: kernels.py")
 
-    add = command("params", params_command, "parameters by part, bytes on disk and in the cache")
+    add = command("params", params_command, "parameters by part, bytes in the cache and, with experts "
+                  "in MXFP4, on disk")
     add("--config", metavar="F", help="a config.json; without it the released model's numbers")
     add("--json", action="store_true")
     add = command("verify", verify_command,
@@ -3399,19 +3415,19 @@ def build_parser():
     running(add)
     add("--text", help="text to read")
     add("--ids", help="token ids to read, between commas")
-    add("--layers", type=layer_range, metavar="A:B", help="layers A to B - 1 only, from 0")
-    add("--from", dest="start", metavar="F", help="recorded tensors that layer A starts from")
+    add("--layers", type=layer_range, metavar="A:B", help="layers A to B - 1 only, or A; from 0")
+    add("--from", dest="start", metavar="F", help="recorded sums that layer A starts from")
     add("--dump", metavar="F", help="write all recorded tensors to this safetensors file")
-    add("--against", metavar="F", help="compare with such a file")
+    add("--against", metavar="F", help="compare with such a file, as far as it goes")
     add("--force-routing", action="store_true", help="use the expert ids of --against")
     add("--rtol", type=float, default=1e-3, help="relative error accepted (%(default)s)")
     add = command("generate", generate_command, "text that continues a prompt, as it comes")
     running(add)
     add("--prompt", required=True)
-    add("--max-new-tokens", type=int, default=256, metavar="N")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="at most (%(default)s)")
     add("--temperature", type=float, default=1.0, help="0: the likeliest (%(default)s)")
-    add("--top-p", type=float, default=1.0)
-    add("--seed", type=int, default=0)
+    add("--top-p", type=float, default=1.0, help="only the likeliest of this sum (%(default)s)")
+    add("--seed", type=int, default=0, help="of the draws (%(default)s)")
     add("--chat", action="store_true", help="wrap the prompt in the released chat framing")
     add("--system", help="with --chat: a system message before it")
     add("--no-think", dest="think", action="store_false", help="with --chat: no thinking first")

@@ -30,7 +30,7 @@ CHUNK = 128          # tokens of one map of the state: longer chunks, shorter sc
 # ---- Kimi Delta Attention by chunks
 
 def kda_chunk(q, k, v, g, beta, S=None, scale=None):
-    """Chunkwise KDA, the map of kda_recurrent.  [§2.1.1]
+    """Chunkwise KDA, the map of kda_recurrent.  [§2.1.1, Eqs. 3-4]
 
     q, k  (B, T, H, dk)   unit length along dk
     v     (B, T, H, dv)
@@ -93,8 +93,8 @@ def halves(x, w):
 
 
 def squares(like, dtype, make=torch.zeros):
-    """A C x C matrix for each chunk of `like`, with a spare row between two: so the w x w blocks on
-    all diagonals lie evenly spaced, one batch for a matmul."""
+    """A C x C matrix for each chunk of `like`, with a spare row after each: so the w x w blocks on
+    the diagonals of all of them lie one stride apart, one batch for a matmul."""
     n, C, _ = like.shape
     return make(n, C + 1, C, dtype=dtype, device=like.device)[:, :C]
 
@@ -139,17 +139,17 @@ class _Layout:
         return new.flatten(1, 2)[:, :self.T]
 
 
-def load(x, q, k, v, g, beta):
-    """The inputs by chunks, g as E, the decay from a tile's start to each token, and as each tile's
-    total log-decay."""
-    q, k, v = (x.turn(x.pad(y).to(x.lo)) for y in (q, k, v))
-    G = x.pad(g.to(x.acc)).unflatten(1, (-1, TILE)).cumsum(2)
-    total = x.turn(G[:, :, -1].contiguous())
-    E = torch.exp(G, out=torch.empty(G.shape, dtype=x.lo, device=G.device)).flatten(1, 2)
-    return q, k, v, x.turn(E), total, x.turn(x.pad(beta.to(x.acc).unsqueeze(-1)))
+def load(lay, q, k, v, g, beta):
+    """q, k, v and beta by chunks; of g two things: E, the decay from a tile's start to each of its
+    tokens, and each tile's total log-decay."""
+    q, k, v = (lay.turn(lay.pad(y).to(lay.lo)) for y in (q, k, v))
+    G = lay.pad(g.to(lay.acc)).unflatten(1, (-1, TILE)).cumsum(2)
+    total = lay.turn(G[:, :, -1].contiguous())
+    E = torch.exp(G, out=torch.empty(G.shape, dtype=lay.lo, device=G.device)).flatten(1, 2)
+    return q, k, v, lay.turn(E), total, lay.turn(lay.pad(beta.to(lay.acc).unsqueeze(-1)))
 
 
-def build(x, q, k, E, total, beta, keep=None):
+def build(lay, q, k, E, total, beta, keep=None):
     """Every chunk as a map of the state S that enters it: K, Q, c, T, B and the chunk's decay.
 
     Its tokens write u = T (v - K S), T = (1/beta + A)^-1, A = tril(k k', -1) with the decay between
@@ -166,17 +166,17 @@ def build(x, q, k, E, total, beta, keep=None):
     rows, c = torch.empty(2, n, C, d, dtype=k.dtype, device=k.device), k / E
     torch.mul(k, E, out=rows[0])
     torch.mul(q, E, out=rows[1])
-    T, B = squares(k, x.lo), squares(k, x.lo)
-    L = torch.empty(n * C // TILE, TILE, TILE, dtype=x.acc, device=k.device)
+    T, B = squares(k, lay.lo), squares(k, lay.lo)
+    L = torch.empty(n * C // TILE, TILE, TILE, dtype=lay.acc, device=k.device)
     mm(tiles(rows[0]), tiles(c).mT, L).mul_(tiles(beta))
     mm(tiles(rows[1]), tiles(c).mT, diagonal(B, TILE)).tril_()
     one = torch.diag_embed(beta.view(-1, TILE))      # (1 + beta k k') T = beta, solved row by row
     diagonal(T, TILE).copy_(torch.linalg.solve_triangular(L, one, upper=False, unitriangular=True))
-    tiles(c).mul_(spread(total.view(-1, 1, d).exp().to(x.lo), TILE))
+    tiles(c).mul_(spread(total.view(-1, 1, d).exp().to(lay.lo), TILE))
     w = TILE
     while w < C:
         (k_hi, q_hi), c_lo = (halves(y, w)[1] for y in rows), halves(c, w)[0]
-        before, after = total.view(-1, 2, 1, d).exp().to(x.lo).unbind(1)
+        before, after = total.view(-1, 2, 1, d).exp().to(lay.lo).unbind(1)
         T0, T1 = diagonal(T, w).unflatten(0, (-1, 2)).unbind(1)
         mm(T1, torch.bmm(torch.bmm(k_hi, c_lo.mT), T0), below(T, w), alpha=-1)
         mm(q_hi, c_lo.mT, below(B, w))
@@ -192,9 +192,9 @@ def build(x, q, k, E, total, beta, keep=None):
     return rows, c, T, B, total.squeeze(1).exp()
 
 
-def transition(x, Xk, K, decay):
+def transition(lay, Xk, K, decay):
     """M of S_next = Xk' v - M S."""
-    M = torch.empty(len(Xk), *2 * Xk.shape[-1:], dtype=x.acc, device=Xk.device)
+    M = torch.empty(len(Xk), *2 * Xk.shape[-1:], dtype=lay.acc, device=Xk.device)
     mm(Xk.mT, K, M).diagonal(dim1=1, dim2=2).sub_(decay)
     return M
 
@@ -219,11 +219,11 @@ def descend(keep, dA, dB, drows, dc):
             mm(below(dX, w).mT, hi, dc_lo, beta=1)
 
 
-def by_tile(x, y):
-    return tiles(y).sum(1, dtype=x.acc).view(len(y), -1, y.shape[-1])
+def by_tile(lay, y):
+    return tiles(y).sum(1, dtype=lay.acc).view(len(y), -1, y.shape[-1])
 
 
-def decay_gradient(x, dtotal, past, pairs):
+def decay_gradient(lay, dtotal, past, pairs):
     """Gradient of each log-decay: the sum over all that it decays.
 
     dtotal  [n, d]      the state, on its way through the chunk
@@ -234,34 +234,34 @@ def decay_gradient(x, dtotal, past, pairs):
     Sums over a whole chunk would drown a strong decay's gradient in rounding, so they run over
     tiles first, and in a tile over its own tokens.
     """
-    carried = torch.cat([dtotal.unsqueeze(1), by_tile(x, past)[:, :-1]], 1).cumsum(1)
-    carried[:, :-1] += by_tile(x, pairs)[:, 1:].flip(1).cumsum(1).flip(1)
+    carried = torch.cat([dtotal.unsqueeze(1), by_tile(lay, past)[:, :-1]], 1).cumsum(1)
+    carried[:, :-1] += by_tile(lay, pairs)[:, 1:].flip(1).cumsum(1).flip(1)
     tiles(pairs)[:, -1] += carried.flatten(0, 1)
-    on = torch.ones(TILE, TILE, dtype=x.acc, device=past.device)
+    on = torch.ones(TILE, TILE, dtype=lay.acc, device=past.device)
     dg = torch.matmul(on.triu(), tiles(pairs)).view(past.shape)
-    before = torch.block_diag(*[on.tril(-1).to(x.lo)] * (x.C // TILE))
+    before = torch.block_diag(*[on.tril(-1).to(lay.lo)] * (lay.C // TILE))
     return mm(before.expand(len(past), -1, -1), past, dg, beta=1)
 
 
 class _KDAChunk(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, g, beta, S, scale):
-        ctx.scale, x, inputs = scale, _Layout(v), (q, k, v, g, beta)
-        q, k, v, *local = load(x, *inputs)
-        (K, Q), c, T, B, decay = build(x, q, k, *local)
+        ctx.scale, lay, inputs = scale, _Layout(v), (q, k, v, g, beta)
+        q, k, v, *local = load(lay, *inputs)
+        (K, Q), c, T, B, decay = build(lay, q, k, *local)
         Xk, Xq = torch.bmm(T.mT, c), torch.bmm(B, T)
         del q, k, local, c, T, B
-        M = transition(x, Xk, K, decay)
-        states = S.new_empty(x.shape[0] + 1, *S.flatten(0, 1).shape)
+        M = transition(lay, Xk, K, decay)
+        states = S.new_empty(lay.shape[0] + 1, *S.flatten(0, 1).shape)
         states[0] = S.flatten(0, 1)
         mm(Xk.mT, v, states[1:].flatten(0, 1))
         scan(states, M)
         del M, Xk
-        low = states.to(x.lo)
+        low = states.to(lay.lo)
         ctx.save_for_backward(*inputs, low)
         o = mm(Xq, v, torch.empty_like(v), alpha=scale)
         o.baddbmm_(Q.baddbmm_(Xq, K, alpha=-1), low[:-1].flatten(0, 1), alpha=scale)
-        return x.back(o, inputs[2].dtype), states[-1].view_as(S).clone()
+        return lay.back(o, inputs[2].dtype), states[-1].view_as(S).clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -270,30 +270,30 @@ class _KDAChunk(torch.autograd.Function):
         v - K S. A product in A has the gradient -dr u', one in B do u'.
         """
         *inputs, S = ctx.saved_tensors
-        x, keep = _Layout(inputs[2]), []
-        q, k, v, E, total, beta = load(x, *inputs)
-        do = x.turn(x.pad(do).to(x.lo)).mul_(ctx.scale)
-        (K, Q), c, T, B, decay = build(x, q, k, E, total, beta, keep)
+        lay, keep = _Layout(inputs[2]), []
+        q, k, v, E, total, beta = load(lay, *inputs)
+        do = lay.turn(lay.pad(do).to(lay.lo)).mul_(ctx.scale)
+        (K, Q), c, T, B, decay = build(lay, q, k, E, total, beta, keep)
         Xk, Xq = torch.bmm(T.mT, c), torch.bmm(B, T)
         del B
-        M = transition(x, Xk, K, decay)
-        D = dS.new_empty(*S.shape, dtype=x.acc)
+        M = transition(lay, Xk, K, decay)
+        D = dS.new_empty(*S.shape, dtype=lay.acc)
         D[-1] = dS.flatten(0, 1)
         mm(Q.baddbmm_(Xq, K, alpha=-1).mT, do, D[:-1].flatten(0, 1))
         scan(D, M, reverse=True)
-        dS, D, S = D[0].clone(), D[1:].flatten(0, 1).to(x.lo), S[:-1].flatten(0, 1)
+        dS, D, S = D[0].clone(), D[1:].flatten(0, 1).to(lay.lo), S[:-1].flatten(0, 1)
         del M
         dr = torch.bmm(Xq.mT, do).baddbmm_(Xk, D)
         u = torch.bmm(T, v.baddbmm_(K, S, alpha=-1))
         del Xq, Xk, T, K, Q
-        dtotal = decay * (S * D).sum(-1, dtype=x.acc)
-        dA, dB = (squares(u, x.lo, torch.empty) for _ in range(2))
+        dtotal = decay * (S * D).sum(-1, dtype=lay.acc)
+        dA, dB = (squares(u, lay.lo, torch.empty) for _ in range(2))
         mm(dr, u.mT, dA, alpha=-1)
         mm(do, u.mT, dB)
-        drows = torch.empty(2, *k.shape, dtype=x.acc, device=k.device)
+        drows = torch.empty(2, *k.shape, dtype=lay.acc, device=k.device)
         mm(dr, S.mT, drows[0], alpha=-1)
         mm(do, S.mT, drows[1])
-        dend, dc = torch.bmm(u, D.mT), torch.zeros_like(k, dtype=x.acc)
+        dend, dc = torch.bmm(u, D.mT), torch.zeros_like(k, dtype=lay.acc)
         past = c.mul_(dend)
         del S, D, u, do
         # (1/beta + A) u = r, so that 1/beta has the gradient -dr . u
@@ -304,7 +304,7 @@ class _KDAChunk(torch.autograd.Function):
         descend(keep, dA, dB, drows, dc)
         later = total.flip(1).cumsum(1).flip(1)       # from each tile's start to the chunk's end
         for y, decay in ((dc, total), (dend, later)):
-            tiles(y).mul_(spread(decay.view(-1, 1, k.shape[-1]).exp().to(x.lo), TILE))
+            tiles(y).mul_(spread(decay.view(-1, 1, k.shape[-1]).exp().to(lay.lo), TILE))
         rk, rq, ck = k * E, q * E, k / E
         da, db = (diagonal(y, TILE).tril(-1) for y in (dA, dB))
         mm(da, tiles(ck), tiles(drows[0]), beta=1)
@@ -312,13 +312,13 @@ class _KDAChunk(torch.autograd.Function):
         mm(da.mT, tiles(rk), tiles(dc), beta=1)
         mm(db.mT, tiles(rq), tiles(dc), beta=1)
         pairs = (rk * drows[0]).addcmul_(rq, drows[1]).addcmul_(ck, dc, value=-1)
-        dg = decay_gradient(x, dtotal, past, pairs)
-        drows, dc = drows.to(x.lo), dc.to(x.lo)
+        dg = decay_gradient(lay, dtotal, past, pairs)
+        drows, dc = drows.to(lay.lo), dc.to(lay.lo)
         dq = drows[1].mul_(E).addcmul_(k, own)
         dk = drows[0].mul_(E).addcdiv_(dc.add_(dend), E).addcmul_(q, own)
-        dq, dk, dv, dg = (x.back(y, z.dtype) for y, z in zip((dq, dk, dr, dg), inputs))
-        dbeta = x.back(dbeta, inputs[4].dtype).squeeze(-1)
-        return dq, dk, dv, dg, dbeta, dS.view(*x.shape[1:], *dS.shape[1:]), None
+        dq, dk, dv, dg = (lay.back(y, z.dtype) for y, z in zip((dq, dk, dr, dg), inputs))
+        dbeta = lay.back(dbeta, inputs[4].dtype).squeeze(-1)
+        return dq, dk, dv, dg, dbeta, dS.view(*lay.shape[1:], *dS.shape[1:]), None
 
 
 # ---- Norms, convolution, SiTU-GLU, Attention Residuals: few passes, gradients written out
@@ -423,8 +423,10 @@ class _SituGLU(torch.autograd.Function):
         acc = torch.promote_types(gate.dtype, torch.float32)
         gate, up, ctx.dtype = gate.to(acc), up.to(acc), gate.dtype
         s, t, u = gate.sigmoid(), squash(gate, gate_cap), squash(up, up_cap)
-        slope = torch.ops.aten.tanh_backward(s, t)                     # s (1 - t^2)
-        slope.add_(torch.ops.aten.sigmoid_backward(t, s), alpha=gate_cap)      # t s (1 - s)
+        slope = None
+        if any(ctx.needs_input_grad):
+            slope = torch.ops.aten.tanh_backward(s, t)                     # s (1 - t^2)
+            slope.add_(torch.ops.aten.sigmoid_backward(t, s), alpha=gate_cap)      # t s (1 - s)
         silu = s.mul_(t)
         ctx.save_for_backward(silu, slope, u)
         ctx.caps = gate_cap, up_cap
@@ -442,7 +444,7 @@ class _SituGLU(torch.autograd.Function):
 
 
 def attn_res(sources, query, norm_weight, eps):
-    """Softmax attention over depth, by a list of sources [..., D] that are not stacked.  [§2.2]"""
+    """Softmax over depth, by a list of sources [..., D] that are not stacked.  [§2.2, Eqs. 8-9]"""
     acc = torch.promote_types(sources[0].dtype, torch.float32)
     return _AttnRes.apply(query.to(acc) * norm_weight.to(acc), eps, *sources)
 
@@ -450,7 +452,7 @@ def attn_res(sources, query, norm_weight, eps):
 class _AttnRes(torch.autograd.Function):
     """Each source is read twice and, for its gradient, written once; sources stay where they are.
 
-    score = r s.w with r = 1/rms(s), so that ds = p do + a w + b s: a and b are numbers a position.
+    score = r s.w with r = 1/rms(s), so that ds = p dy + a w + b s: a and b are numbers a position.
     """
 
     @staticmethod
@@ -557,11 +559,11 @@ def _product(rows, w, ends, e):
     return torch.bmm(rows, w.mT)
 
 
-def experts_grouped(x, experts, weights, w1, w3, w2, act=None):
-    """The routed experts' weighted sum, tokens sorted by expert.  [§2.3]
+def experts_grouped(x, experts, weights, w1, w3, w2, act=situ_glu):
+    """The routed experts' weighted sum, tokens sorted by expert.  [§2.3.1]
 
     x        (m, l)      what enters the experts
-    experts  (m, k)      int64, the chosen ones, in any order; any of them may be chosen by no token
+    experts  (m, k)      int64, the chosen ones, in any order; an expert may be chosen by no token
     weights  (m, k)      mixture weights
     w1, w3   (E, i, l)   gate and up; w2 (E, l, i) down. Each may be the checkpoint's pair
                          (packed, scale) instead, decoded to bf16, one of the three at a time
@@ -588,7 +590,7 @@ def experts_grouped(x, experts, weights, w1, w3, w2, act=None):
     place = at.new_empty(m * k + 1).scatter_(0, slot.where(there, m * k).flatten(), at)[:-1]
     rows = _Gather.apply(x, slot // k, place.view(m, k))
     share = _Gather.apply(weights.reshape(-1, 1), slot, place.view(-1, 1)) * there.unsqueeze(-1)
-    h = (act or situ_glu)(_product(rows, w1, ends, e), _product(rows, w3, ends, e))
+    h = act(_product(rows, w1, ends, e), _product(rows, w3, ends, e))
     y = _product((h * share).to(x.dtype), w2, ends, e)
     return _Collect.apply(y, place.view(m, k), slot // k)
 

@@ -2475,7 +2475,7 @@ def test_every_tensor_in_one_group(optimizer):
 def test_kv_blocks_are_key_then_value():
     """Rows of kv_b_proj per head: key rows, then value rows."""
     row = one_row(torch.arange(12.0).view(12, 1).expand(12, 3).contiguous(), heads=2, rows=(4, 2))
-    key, value = tt.blocks(row.param, row)
+    key, value = tt.head_blocks(row.param, row)
     assert key[1, :, 0].tolist() == [6, 7, 8, 9] and value[0, :, 0].tolist() == [4, 5]
 
 
@@ -3016,7 +3016,7 @@ def test_pictures_show_what_the_answers_say(shape, side):
     rng = np.random.default_rng(0)
     for colour in tt.COLOURS:
         for count in "1234":
-            picture = tt.draw(rng, side, colour, shape, count)
+            picture = tt.picture(rng, side, colour, shape, count)
             bright = picture >= 192
             inside = bright.any(-1)
             assert (bright[inside] == np.array(tt.COLOURS[colour], bool)).all()

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from k3 import (Balancer, byte_tokenizer, CONTROL, depth_weights, Experts, f32, Gate, generate,
+from k3 import (Balancer, byte_tokenizer, capture, CONTROL, depth_weights, Experts, f32, Gate, generate,
                 generate_drafted, generate_ids, image_prompt, K3, K3Config, KDA, keys_values,
                 LatentMoE, load_model, load_tokenizer, MLA, MLP, one_sentence, OneLine, pool,
                 preprocess_image, quantile_bias, QuantileHistogram, ranks, refused, replacing,
@@ -158,7 +158,7 @@ def is_matrix(p):
 
 
 def param_table(model, optimizer="per-head-muon"):
-    """Every trainable tensor once: Muon for matrices, AdamW for the rest; the router bias is none.
+    """Every trainable tensor once: Muon for matrices, AdamW for the rest; the router bias is in neither.
 
     optimizer  "muon" leaves the attention's matrices whole, "adamw" takes all tensors
     """
@@ -175,7 +175,7 @@ def param_table(model, optimizer="per-head-muon"):
     return table
 
 
-def blocks(tensor, row):
+def head_blocks(tensor, row):
     """Views [heads, r, columns] of a tensor with row.param's shape, one for each r of row.rows."""
     return tensor.view(row.heads, sum(row.rows), tensor.shape[-1]).split(row.rows, dim=1)
 
@@ -255,12 +255,12 @@ class PerHeadMuon:
         decay = 1 - rate * self.weight_decay
         for (r, cols, n), members in self.muon.items():
             M = self.state[f"momentum {r}x{cols} {n}"]
-            G = clean([blocks(grads[row.name], row)[i] for row, i in members])
+            G = clean([head_blocks(grads[row.name], row)[i] for row, i in members])
             M.lerp_(G, (1 - self.momentum) * on)
             U = newton_schulz(G.lerp(M, self.momentum), dtype=self.dtype)             # Nesterov
             U *= rate * ADAMW_SIZE * max(r, cols) ** 0.5
             for (row, i), u in zip(members, U.split([row.heads for row, _ in members])):
-                blocks(row.param, row)[i].mul_(decay).sub_(u)
+                head_blocks(row.param, row)[i].mul_(decay).sub_(u)
         if self.others:
             self.adamw(clean([grads[row.name].flatten() for row in self.others]), on, rate, decay)
         return norm
@@ -384,7 +384,7 @@ def qk_clip(mla, largest, tau):
     q_nope.mul_(share.sqrt()), k_nope.mul_(share.sqrt()), q_rope.mul_(share)
 
 
-def make_step(model, balancer, optimizer, ids, labels, peaks=None):
+def make_step(model, balancer, optimizer, ids, labels, peaks=None, **media):
     """A function that trains on whatever the tensors ids and labels hold when it is called.
 
     They are this rank's share of the batch: losses, gradients and counts are pooled over ranks.
@@ -396,7 +396,7 @@ def make_step(model, balancer, optimizer, ids, labels, peaks=None):
         optimizer.zero_grad()
         balancer.start()
         peaks.start()
-        loss, parts = model.loss(ids, labels)
+        loss, parts = model.loss(ids, labels, **media)
         loss.backward()
         average([*parts.values(), *(p.grad for p in model.parameters() if p.grad is not None)])
         balancer.finish()
@@ -404,26 +404,6 @@ def make_step(model, balancer, optimizer, ids, labels, peaks=None):
         numbers = torch.stack([*parts.values(), norm, *peaks.finish()])
         return torch.cat([numbers, balancer.imbalance()]) if balancer.layers else numbers
     return step
-
-
-def capture(step, state, warm_up=3):
-    """`step` as one CUDA graph: the same numbers from one launch.
-
-    state  every tensor that a step changes, so that the warm-up can be undone
-    """
-    saved = [t.clone() for t in state]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(warm_up):         # libraries set themselves up here, which a capture forbids
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):    # NCCL's watchdog may go on
-        numbers = step()
-    for t, old in zip(state, saved):
-        t.copy_(old)
-    return lambda: (graph.replay(), numbers)[1]
 
 # ---- Log and saved state -------------------------------------------------------------------------
 
@@ -512,7 +492,7 @@ def circumstances(device):
 @torch.no_grad()
 def update_rms(rows, before, lr):
     """RMS of one step's change of every head's block, in units of lr: name -> [blocks x heads]."""
-    rms = lambda change, row: [b.square().mean((1, 2)).sqrt() for b in blocks(change, row)]
+    rms = lambda change, row: [b.square().mean((1, 2)).sqrt() for b in head_blocks(change, row)]
     return {row.name: torch.cat(rms((row.param - old) / lr, row)).tolist()
             for row, old in zip(rows, before)}
 
@@ -601,9 +581,9 @@ def by_position(model, text, run, times=64, count=8):
     state, bits, sizes = model.eval().init_state(count), [], []
     for ids, labels in zip(*(part.to(model.device).split(T, 1)
                              for part in windows(text, starts, times * T))):
-        bits.append([torch.nn.functional.cross_entropy(model(ids, held).mT, labels,
+        bits.append([torch.nn.functional.cross_entropy(model(ids, memory).mT, labels,
                                                        reduction="none").mean(0) / math.log(2)
-                     for held in (state, None)])
+                     for memory in (state, None)])
         sizes.append([sum(t.nbytes for layer in state.layers if ("latent" in layer) == mla
                           for t in layer.values() if t is not None) // count
                       for mla in (False, True)])
@@ -661,19 +641,19 @@ def rounding(model, text, run):
 # ---- Figures, drawn from metrics.jsonl -----------------------------------------------------------
 
 
-def pyplot():
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    return plt
+def figure(width, height, panels=1):
+    """An empty figure and its axes, side by side."""
+    from matplotlib.figure import Figure
+    fig = Figure((width, height), layout="constrained")
+    return fig, fig.subplots(1, panels, squeeze=False)[0]
 
 
 def save_figure(fig, path, header):
     """Writes the figure under a caption that says what made it; returns the path."""
     fig.supxlabel("{command}\n{hardware}, seed {seed}, commit {commit}".format(**header),
                   fontsize=6)
-    fig.savefig(path, dpi=150)
-    pyplot().close(fig)
+    with replacing(path) as file:
+        fig.savefig(file, format="png", dpi=150)
     return path
 
 
@@ -691,7 +671,7 @@ def plot(folder):
             (draw_sources, "attn_res", "AttnRes after training", "source", "mix before")):
         data = [row for row in rows if row.get(key)]
         if data:
-            fig, ax = pyplot().subplots(figsize=(7, 4.5), layout="constrained")
+            fig, [ax] = figure(7, 4.5)
             draw(ax, [row["step"] for row in data], [row[key] for row in data], header, rows)
             ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
             paths.append(save_figure(fig, Path(folder) / f"{key}.png", header))
@@ -1138,7 +1118,7 @@ def table_lines(found, drawn):
 
 def plot_compare(folder):
     """compare.png, and fixed_scores.png if it was computed, from compare.json and the logs."""
-    folder, plt = Path(folder), pyplot()
+    folder = Path(folder)
     result = json.loads((folder / "compare.json").read_text())
     if not {"header", "drawn", "runs"} <= {*result}:
         raise ValueError(f"{folder}/compare.json is not a comparison of train_tiny.py")
@@ -1146,7 +1126,7 @@ def plot_compare(folder):
     panels, extra = PANELS.get(what, ["loss", "imbalance"]), EXTRA.get(what, ())
     logs = {name: read_log(folder / name) for name in result["drawn"]}
     n = len(panels) + len(extra)
-    fig, axes = plt.subplots(1, n, figsize=(5 * n, 4.5), layout="constrained")
+    fig, axes = figure(5 * n, 4.5, n)
     base = {"loss": (header["unigram_bits"], "entropy of single bytes"), "imbalance": (1, "even"),
             "head_rms": (ADAMW_SIZE, "AdamW's usual size"), "head_spread": (1, "heads alike")}
     for ax, panel in zip(axes, panels):
@@ -1237,7 +1217,7 @@ EXTRA = {"optimizer": [draw_sweep], "length": [draw_positions, draw_gain, draw_b
 # ---- Fixed scores: the balancing rules alone  [§2.3.3] -------------------------------------------
 
 
-def draw_scores(m, favour, generator):
+def random_scores(m, favour, generator):
     """Scores [m, n] of a router that likes expert j by 0.26 favour_j, and 0.1 of chance."""
     noise = torch.randn(m, len(favour), generator=generator)
     return torch.sigmoid(0.26 * favour + 0.1 * noise)
@@ -1265,7 +1245,7 @@ def fixed_scores(m=1024, n=896, k=16, shards=4, seed=0, bins=(100, 300, 1000, 30
     """
     generator = torch.Generator().manual_seed(seed)
     favour = torch.randn(1 + shards, n, generator=generator)
-    scores = draw_scores(m, favour[0], generator)
+    scores = random_scores(m, favour[0], generator)
 
     def histogram(s, b, cutoff, load, B=1000):
         h = QuantileHistogram(n, k, B)
@@ -1281,7 +1261,7 @@ def fixed_scores(m=1024, n=896, k=16, shards=4, seed=0, bins=(100, 300, 1000, 30
     rules = {"exact": (exact, 10), "histogram": (histogram, 10), "sign 1e-2": (sign(1e-2), 50),
              "sign 1e-3": (sign(1e-3), 200)}
     curves = {name: balance_scores(scores, k, *rule) for name, rule in rules.items()}
-    skewed = torch.cat([draw_scores(m // shards, own, generator) for own in favour[1:]])
+    skewed = torch.cat([random_scores(m // shards, own, generator) for own in favour[1:]])
     pooled = {name: balance_scores(skewed, k, rule, 10)
               for name, rule in (("pooled", exact), ("averaged", averaged))}
     zero = torch.zeros(n)
@@ -1292,7 +1272,7 @@ def fixed_scores(m=1024, n=896, k=16, shards=4, seed=0, bins=(100, 300, 1000, 30
 
 
 def plot_fixed_scores(found, folder, header):
-    fig, (rules, shards, bins) = pyplot().subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    fig, (rules, shards, bins) = figure(15, 4.5, 3)
     for ax, part, title in ((rules, "curves", "same scores every update"),
                             (shards, "shards", "ranks whose tokens like other experts")):
         for name, line in found[part].items():
@@ -1343,7 +1323,7 @@ def choices(run):
     return {question: answers[:n] for (question, answers), n in zip(every.items(), run["classes"])}
 
 
-def draw(rng, side, colour, shape, count):
+def picture(rng, side, colour, shape, count):
     """A picture [side, side, 3] uint8: noise below 64, shapes 192 brighter that do not touch.
 
     They are so small (radius side/8 ... side/7) that three always leave room for a fourth.
@@ -1368,7 +1348,7 @@ def examples(rng, run, n):
     for i in range(n):
         truth = {kind: answers[rng.integers(len(answers))] for kind, answers in every.items()}
         question = list(every)[i % len(every)]
-        yield draw(rng, run["side"], **truth), question, truth[question]
+        yield picture(rng, run["side"], **truth), question, truth[question]
 
 
 def conversation(config, side, question, answer):
@@ -1447,21 +1427,16 @@ def train_shapes(args):
     print(f"{size(model):,} parameters, {size(model.vision_tower):,} of them in the vision tower; "
           f"{header['hardware']}")
 
-    names = ["loss", *["mtp_loss"] * config.num_nextn_predict_layers,
-             "grad_norm", "vision_grad_norm"]
+    names = ["vision_grad_norm", "loss", *["mtp_loss"] * config.num_nextn_predict_layers,
+             "grad_norm"]
     numbers, clock = [], time.perf_counter()
     for step in range(1, steps + 1):
         _, ids, labels, media = shapes_batch(fresh(step), config, run, device)
         lr = run["lr"] * schedule(step, steps)
         optimizer.lr.fill_(lr)
-        optimizer.zero_grad()
-        balancer.start()
-        loss, parts = model.loss(ids, labels, **media)
-        loss.backward()
-        balancer.finish()
+        line = make_step(model, balancer, optimizer, ids, labels, **media)()
         vision = torch.nn.utils.get_total_norm([p.grad for p in model.vision_tower.parameters()])
-        line = torch.stack([*parts.values(), optimizer.step(), vision])
-        numbers.append(torch.cat([line, balancer.imbalance()]) if balancer.layers else line)
+        numbers.append(torch.cat([vision.view(1), line]))
         if step % run["log_every"] and step != steps:
             continue
 
@@ -1470,7 +1445,7 @@ def train_shapes(args):
         rows = [dict(step=step - len(numbers) + i, **dict(zip(names, line)), pictures_per_s=speed,
                      imbalance=line[len(names):]) for i, line in enumerate(numbers, 1)]
         rows[-1]["lr"] = lr
-        report = f"step {step:4d}/{steps}  loss {numbers[-1][0]:.3f}  {speed:,} pictures/s"
+        report = f"step {step:4d}/{steps}  loss {rows[-1]['loss']:.3f}  {speed:,} pictures/s"
         if step % run["val_every"] == 0 or step == steps:
             shares = accuracy(model, held)
             rows.append({"step": step, "accuracy": shares, "chance": chance})
@@ -1489,7 +1464,8 @@ def finish_shapes(model, run, out):
     folder, file = out / "checkpoint", out / "picture.png"
     save_checkpoint(model, folder, "bf16", byte_tokenizer())
     truth = {question: answers[-1] for question, answers in choices(run).items()}
-    imsave(file, draw(np.random.default_rng(run["seed"]), run["side"], **truth))
+    with replacing(file) as f:
+        imsave(f, picture(np.random.default_rng(run["seed"]), run["side"], **truth), format="png")
     saved, tokenizer = load_model(folder), load_tokenizer(folder)
     pixels, grid = preprocess_image(file)
     last = [row for row in read_log(out) if "accuracy" in row][-1]
@@ -1505,7 +1481,7 @@ def plot_shapes(folder):
     """Accuracy and chance, the loss, and the vision tower's gradient norm, from metrics.jsonl."""
     rows = read_log(folder)
     header, checks = rows[0]["header"], [row for row in rows if "accuracy" in row]
-    fig, (share, *others) = pyplot().subplots(1, 3, figsize=(13, 4), layout="constrained")
+    fig, (share, *others) = figure(13, 4, 3)
     for i, (question, chance) in enumerate(header["chance"].items()):
         share.plot([row["step"] for row in checks], [row["accuracy"][question] for row in checks],
                    "o-", color=f"C{i}", label=f"{question}?")
@@ -1546,7 +1522,8 @@ def main(argv=None):
     add("--no-cuda-graph", action="store_true", help="launch every kernel by itself")
     add("--set", metavar="KEY=VALUE", action="append", default=[], help="config key; repeatable")
     add("--compare", metavar="WHAT", help=f"{', '.join(COMPARED)}, all, or "
-        "KEY=V1,V2: each choice a run in DIR/, a quarter of the preset's steps unless --steps")
+        "KEY=V1,V2: each choice a run in DIR/, a quarter of the preset's steps unless --steps "
+        "(all: a 20th to a 5th of them)")
     add("--plot", metavar="DIR", help="only draw the figures of DIR/metrics.jsonl again")
     args = ap.parse_args(argv)
     if args.out is None:
