@@ -496,7 +496,7 @@ def test_counts_are_pooled_over_ranks(tmp_path):
 
 
 def test_histogram_average_over_steps():
-    """ema = 0.5: after estimates a, then b, the bias is their mean, centred."""
+    """ema = 0.5: after estimates a, then b, the bias is their mean, centred; a step without tokens counts for nothing."""
     plain, mean, cutoff = k3.QuantileHistogram(4, 1), k3.QuantileHistogram(4, 1, ema=0.5), k3.route(A, torch.zeros(4), 1)[2]
     found = []
     for scores in (A, A.flip(1)):
@@ -504,6 +504,8 @@ def test_histogram_average_over_steps():
             h.start(torch.zeros(4)), h.add(scores, cutoff)
         found.append(plain.finish())
         last = mean.finish()
+        mean.start(last)
+        assert torch.equal(mean.finish(), last)        # no token: the bias stays, and so does the average
     assert torch.allclose(last, (found[0] + found[1]) / 2, atol=1e-6) and not torch.allclose(last, found[1])
 
 
@@ -619,7 +621,7 @@ def test_model_refuses_bad_input():
     model = tiny()
     for ids, message in ((torch.tensor([[320]]), "320 is outside"), (torch.tensor([[-1]]), "-1 is outside"),
                          (torch.tensor([1, 2]), "expected"), (torch.zeros(1, 2), "whole numbers"),
-                         (torch.tensor([[266, 266, 5], [1, 2, 3]]), "padding")):
+                         (torch.tensor([[266, 266, 5], [1, 2, 3]]), "padding"), (torch.tensor([[266, 5]]), "padding")):
         with pytest.raises(ValueError, match=message):
             model(ids)
     with pytest.raises(ValueError, match="3 sequences"):
@@ -2024,6 +2026,16 @@ def test_trace_command(saved, tmp_path, capsys):
     k3.write_safetensors(tmp_path / "flipped.safetensors", tensors)
     status, out, _ = run(capsys, "trace", folder, "--against", tmp_path / "flipped.safetensors", "--layers", "0:2")
     assert status == 1 and "1 of 7 tokens route differently" in out
+    tensors["layers.1.topk_weight"] = tensors["layers.1.topk_weight"] * 1.5        # noted before attn_out is
+    tensors["layers.1.attn_out"] = tensors["layers.1.attn_out"] * 1.5
+    k3.write_safetensors(tmp_path / "both.safetensors", tensors)
+    assert "the first is layers.1.attn_out" in run(
+        capsys, "trace", folder, "--against", tmp_path / "both.safetensors", "--layers", "0:2")[1]
+    k3.write_safetensors(tmp_path / "short.safetensors", {"layers.0.attn_in": tensors["layers.0.attn_in"][:, :2]})
+    status, out, _ = run(capsys, "trace", folder, *ids, "--against", tmp_path / "short.safetensors", "--layers", "0")
+    assert status == 0 and "of its first 2 positions: relative error 0" in out
+    status, _, err = run(capsys, "trace", folder, "--ids", "5,6", "--against", dump, "--layers", "0")
+    assert status == 2 and "was recorded with other input_ids" in err
     forced = {}
     k3.trace(folder, [5, 6, 7, 8, 9, 200, 31], layers=(0, 2), record=forced, forced=tensors)
     assert torch.equal(forced["layers.1.topk_idx"], idx)
@@ -2114,7 +2126,7 @@ def test_decoding_by_graph_replays(kernel):
         model.cpu().kernel = "plain"
         want = list(k3.generate_ids(model, [1, 2, 3], n))
         model.cuda().kernel = kernel
-        assert list(k3.generate_ids(model, [1, 2, 3], n)) == want
+        assert list(k3.generate_ids(model, [1, 2, 3], n, pixel_values=None, grid_thws=None)) == want
 
 
 def test_generate_drafted_is_greedy():
@@ -3172,7 +3184,7 @@ def test_readme_hooks_record_what_trace_reads(saved, tmp_path, monkeypatch, caps
     [code] = re.findall(r"^```python\n(.*?)^```", README, re.S | re.M)
     exec(code, {"model": saved[1], "input_ids": some_ids(1, 7)})
     status, out, _ = run(capsys, "trace", saved[0], "--against", "theirs.safetensors")
-    assert status == 0 and "all 26 tensors agree" in out
+    assert status == 0 and "all 29 tensors agree" in out
     one = ("--layers", "3:4", "--from", "theirs.safetensors", "--against", "theirs.safetensors")
     assert "all 5 tensors agree" in run(capsys, "trace", saved[0], *one)[1]
 
