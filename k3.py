@@ -2918,17 +2918,22 @@ class DecodeGraph:
         return self.replay()
 
 
-@torch.no_grad()
-def generate_ids(model, ids, max_new_tokens, temperature=0.0, top_p=1.0, seed=0, stop=(), **media):
-    """Continue ids one at a time, up to one in `stop` (not given out) or max_new_tokens."""
-    if not ids:
-        raise ValueError("the prompt is empty: there is nothing to continue")
+def check_sampling(max_new_tokens, temperature, top_p, seed):
+    """ValueError for what generate_ids refuses, before a model is loaded for it."""
     if not (temperature == 0 or 1e-6 <= temperature < math.inf) or not 0 < top_p <= 1:
         raise ValueError(f"temperature {temperature} and top-p {top_p}: expected 0 or from 1e-6 "
                          "on, and more than 0 up to 1")
     if max_new_tokens < 0 or not 0 <= seed < 2 ** 63:
         raise ValueError(f"max-new-tokens {max_new_tokens} and seed {seed}: expected at least 0, "
                          "and below 2^63")
+
+
+@torch.no_grad()
+def generate_ids(model, ids, max_new_tokens, temperature=0.0, top_p=1.0, seed=0, stop=(), **media):
+    """Continue ids one at a time, up to one in `stop` (not given out) or max_new_tokens."""
+    if not ids:
+        raise ValueError("the prompt is empty: there is nothing to continue")
+    check_sampling(max_new_tokens, temperature, top_p, seed)
     generator = torch.Generator().manual_seed(seed)
     graph = (max_new_tokens > 1 and model.device.type == "cuda" and model.kernel == "fast"
              and not isinstance(model, StreamedK3))    # plain loops ask the device for numbers
@@ -3322,6 +3327,8 @@ def generate_command(args):
         raise ValueError("the prompt is empty: there is nothing to continue")
     if not args.chat and (args.system is not None or not args.think):
         raise ValueError("--system and --no-think belong to --chat")
+    sampling = args.max_new_tokens, args.temperature, args.top_p, args.seed
+    check_sampling(*sampling)
     checkpoint = Checkpoint(args.checkpoint, cache=args.cache)
     tokenizer, (sizes, media) = load_tokenizer(checkpoint), open_pictures(args)
     content, read = [*sizes, args.prompt], Tokenizer.stream
@@ -3335,8 +3342,7 @@ def generate_command(args):
     model = (StreamedK3 if args.layers_on_demand else load_model)(
         checkpoint, getattr(torch, args.dtype), args.device)
     model.kernel = args.kernel
-    for text in generate(model, tokenizer, prompt, args.max_new_tokens, args.temperature,
-                         args.top_p, args.seed, read, **media):
+    for text in generate(model, tokenizer, prompt, *sampling, read, **media):
         print(text, end="", flush=True)
     print()
 
