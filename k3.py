@@ -171,6 +171,7 @@ class K3Config:
                 (self.dtype in ("bfloat16", "float32"), "dtype", "bfloat16 or float32"),
                 (floor is None or floor < 0, "gate_lower_bound", "below 0 or null"),
                 *((getattr(self, key) > 0, key, "more than 0") for key in positive),
+                (self.initializer_range >= 0, "initializer_range", "0 or more"),
                 (experts is None or self.num_experts_per_token < experts, "num_experts_per_token",
                  f"less than num_experts = {experts}, since the cutoff is the next score"),
                 (self.qkv_hidden_size % turns == 0, "qkv_hidden_size", "a multiple of "
@@ -209,12 +210,13 @@ class K3Config:
         flat, pairs = {}, [*flatten(source)]
         for key, value in pairs:
             if key in FIELDS:
-                need(flat.setdefault(key, value) == value, key, value,
-                     f"{flat[key]!r}, as elsewhere in the file")
+                first = flat.setdefault(key, value)
+                need(first is value or first == value, key, value,
+                     f"{show(first)}, as elsewhere in the file")
             elif key in FIXED:
                 need(value in FIXED[key], key, value, " or ".join(map(repr, FIXED[key])))
             elif key not in UNUSED and key not in MUST_EQUAL:
-                raise ValueError(f"config: unknown key {key!r}")
+                raise ValueError(f"config: unknown key {show(key)}")
         if not SITU_KEYS & flat.keys():
             flat.update(gate_lower_bound=None, activation_situ_beta=4.0,
                         activation_situ_linear_beta=25.0)
@@ -281,7 +283,7 @@ def check_kind(key, value, kind):
         good = type(value) in (list, tuple) and all(type(i) is int and 0 < i <= 1024 for i in value)
         wanted = "a list of whole numbers from 1 to 1024"
     elif kind is float:
-        good, wanted = type(value) in (int, float) and abs(value) < 1e38, "a finite number"
+        good, wanted = type(value) in (int, float) and abs(value) < 1e15, "a number"
     elif kind is int:
         low = 0 if key in MAY_BE_ZERO or key.endswith("token_id") else 1
         most = MOST.get(key, 2 ** 24 if key.endswith("token_id") else 2 ** 18)
@@ -1448,6 +1450,12 @@ class State:
     def copy(self):
         return State([dict(layer) for layer in self.layers], self.batch, self.length, self.capacity)
 
+    def check_room(self, T):
+        """ValueError unless T more tokens fit."""
+        if self.capacity is not None and self.length + T > self.capacity:
+            raise ValueError(f"the state holds {self.length} of at most {self.capacity} tokens, "
+                             f"{T} more came")
+
     def tensors(self):
         return [t for layer in self.layers for t in layer.values() if t is not None]
 
@@ -1495,6 +1503,8 @@ class K3(nn.Module):
         self.check_input(input_ids, state)
         text = self.language_model.model
         embed, valid = self.embed(input_ids, pixel_values, grid_thws, record)
+        if state is not None:
+            state.check_room(embed.shape[1])           # media have made it longer
         s, blocks = embed, []
         for i in range(len(text.layers)):
             note = None if record is None else {}
@@ -1593,9 +1603,8 @@ class K3(nn.Module):
         B, T = ids.shape
         if state is not None and state.batch != B:
             raise ValueError(f"the state is for {state.batch} sequences, input_ids hold {B}")
-        if state is not None and state.capacity is not None and state.length + T > state.capacity:
-            raise ValueError(f"the state holds {state.length} of at most {state.capacity} tokens, "
-                             f"{T} more came")
+        if state is not None:
+            state.check_room(T)
         if ids.device.type == "cpu" and ids.numel():   # elsewhere looking would wait for the device
             V, pad = self.config.vocab_size, self.config.pad_token_id
             low, high = int(ids.min()), int(ids.max())
@@ -1861,8 +1870,9 @@ class Folder:
 
     def __init__(self, path):
         if not os.path.isdir(path):
-            hint = f", but an interrupted save left the whole old one in {path}.old"
-            raise CheckpointError(f"{path}: no such folder{hint * os.path.isdir(path + '.old')}")
+            _, old = beside(path)
+            hint = f", but an interrupted save left the whole old one in {old}"
+            raise CheckpointError(f"{path}: no such folder{hint * os.path.isdir(old)}")
         self.path = path
 
     def whole(self, name):
@@ -1902,6 +1912,16 @@ class Folder:
         return [memoryview(maps[file])[start:end] for file, start, end in spans]
 
 
+@contextmanager
+def threads(n):
+    """A pool of threads; an error or Ctrl-C does not wait for what they are doing."""
+    pool = ThreadPoolExecutor(n)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=sys.exc_info()[0] is None, cancel_futures=True)
+
+
 class Redirect(urllib.request.HTTPRedirectHandler):
     """The token, which urllib never takes along, follows redirects within the first host."""
 
@@ -1924,13 +1944,16 @@ class Web:
 
     def __init__(self, base, cache=None):
         self.base, self.cache, self.versions = base, cache, {}
+        self.token = os.environ.get("HF_TOKEN", "").strip()
+        if not re.fullmatch("[!-~]*", self.token):
+            raise CheckpointError("HF_TOKEN holds more than printable ASCII")
         self.open = urllib.request.build_opener(Redirect).open
 
     def whole(self, name):
         return self._get(name)
 
     def heads(self, files):
-        with ThreadPoolExecutor(self.IN_FLIGHT) as pool:
+        with threads(self.IN_FLIGHT) as pool:
             heads = pool.map(lambda file: self._get(file, 0, 8), files)
             return {f: head and (self.versions[f][0], head) for f, head in zip(files, heads)}
 
@@ -1941,7 +1964,7 @@ class Web:
         parts = {part: self._kept(part) for part in sum(cuts, [])}
         groups = touching([part for part, body in parts.items() if body is None], self.PIECE)
         done, total = 0, sum(end - start for group in groups for _, start, end in group)
-        with ThreadPoolExecutor(self.IN_FLIGHT) as pool:
+        with threads(self.IN_FLIGHT) as pool:
             answers = pool.map(lambda group: self._get(*group[0][:2], group[-1][2]), groups)
             for group, answer in zip(groups, answers):
                 if answer is None:
@@ -1962,18 +1985,21 @@ class Web:
             time.sleep(self.PAUSE * 2 ** failed if failed else 0)
             try:
                 return self._ask(url, file, start, end)
-            except (OSError, http.client.HTTPException) as error:
-                status, problem = getattr(error, "code", 500), error
+            except CheckpointError:
+                raise
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                problem, never = error, isinstance(error, (http.client.InvalidURL, ValueError))
+                status = getattr(error, "code", 400 if never else 500)
             if status in (404, 410):
                 return None
-            if status < 500 and status not in (408, 429) or type(problem) is http.client.InvalidURL:
+            if status < 500 and status not in (408, 429):
                 break
         raise CheckpointError(f"{url}: {problem}")
 
     def _ask(self, url, file, start, end):
         request, most = urllib.request.Request(url), MAX_JSON
-        if token := os.environ.get("HF_TOKEN", "").strip():
-            request.add_unredirected_header("Authorization", f"Bearer {token}")
+        if self.token:
+            request.add_unredirected_header("Authorization", f"Bearer {self.token}")
         if end is not None:
             request.add_header("Range", f"bytes={start}-{end - 1}")
             most = end - start
@@ -2287,32 +2313,40 @@ def write_safetensors(path, tensors):
             file.write(flat.view(torch.uint8).numpy())
 
 
+def beside(folder):
+    """Where a save puts the new checkpoint until it is whole, and then the old one."""
+    parent, name = os.path.split(os.path.realpath(folder))
+    return (os.path.join(parent, f".{name}.{which}") for which in ("new", "old"))
+
+
 def write_checkpoint(folder, shards, config, files=None):
     """A checkpoint in the released layout; an old one stays whole until the new one is whole.
 
     shards  iterable of dicts name -> tensor; a generator keeps one shard in memory at a time
     config  dict for config.json; files: further name -> bytes, such as the tokenizer's
-    Everything goes to FOLDER.partial; then FOLDER becomes FOLDER.old, FOLDER.partial becomes
-    FOLDER, and FOLDER.old goes. After a kill between the renames the next save undoes the first.
+    Everything goes to .FOLDER.new; then FOLDER becomes .FOLDER.old, .FOLDER.new becomes FOLDER, and
+    .FOLDER.old goes. After a kill between the renames the next save undoes the first.
     """
-    folder = os.path.realpath(folder)
+    folder, (new, old) = os.path.realpath(folder), beside(folder)
     files = {CONFIG: json.dumps(config, indent=2).encode(), **(files or {})}
-    new, old = folder + ".partial", folder + ".old"
-    if os.path.isdir(old) and not os.path.exists(folder):
-        os.rename(old, folder)
-    for place in folder, new, old:
-        refuse_strangers(place, files)
-    for place in new, old:
-        shutil.rmtree(place, ignore_errors=True)
-    os.makedirs(new)
     try:
-        write_files(new, shards, files)
-        if os.path.isdir(folder):
-            os.rename(folder, old)
-        os.rename(new, folder)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
+        if os.path.isdir(old) and not os.path.exists(folder):
+            os.rename(old, folder)
+        for place in folder, new, old:
+            refuse_strangers(place, files)
+        for place in new, old:
+            shutil.rmtree(place, ignore_errors=True)
+        os.makedirs(new)
+        try:
+            write_files(new, shards, files)
+            if os.path.isdir(folder):
+                os.rename(folder, old)
+            os.rename(new, folder)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written ({error.strerror})") from None
 
 
 def write_files(folder, shards, files):
@@ -2658,7 +2692,7 @@ def resume(tensors, A, config):
             raise ValueError(f"layers from {A} on need {name} of a file that --from names")
         x = known[name] = tensors[name]
         shape = next(iter(known.values())).shape               # the first one's
-        if x.shape != shape or x.shape[2:] != (D,) or not x.is_floating_point():
+        if x.shape != shape or x.shape[2:] != (D,) or not (x.numel() and x.is_floating_point()):
             raise ValueError(f"{name} is {x.dtype} {list(x.shape)}, expected floats [B, T, {D}]")
     return known
 
@@ -2723,6 +2757,7 @@ class Tokenizer:
         """Text to ids. With control=True, only for text of our own, names become control ids."""
         if control:
             return self.bpe.encode(text, allowed_special="all")
+        text.encode()                  # raises where text is no Unicode: tiktoken would replace it
         return [i for piece in cut_text(text) for i in self.bpe.encode_ordinary(piece)]
 
     def token(self, i):
@@ -3203,7 +3238,7 @@ class TraceReport:
     """trace's watch: prints its lines and each tensor's relative error against a reference."""
 
     def __init__(self, reference, rtol):
-        self.reference, self.rtol, self.bad, self.seen = reference, rtol, [], 0
+        self.reference, self.rtol, self.bad, self.seen, self.cut = reference, rtol, [], 0, 0
         self.broken = None                             # the first running sum that is not finite
 
     def __call__(self, i, note, line):
@@ -3222,11 +3257,11 @@ class TraceReport:
     def compare(self, note, name, want):
         """Whether a tensor agrees, and how far it is off."""
         got, part = note[name].cpu(), ""
-        if got.dim() == want.dim() and got.shape[2:] == want.shape[2:]:
+        if got.shape[:1] + got.shape[2:] == want.shape[:1] + want.shape[2:]:
             common = tuple(map(slice, map(min, got.shape, want.shape)))
             got, want = got[common], want[common]      # a file may hold the first positions only
             if got.shape != note[name].shape:
-                part = f"of its first {want.shape[1]} positions: "
+                part, self.cut = f"of its first {want.shape[1]} positions: ", self.cut + 1
         if not want.numel():
             return False, "is empty in the reference, or here"
         if got.shape != want.shape:
@@ -3247,14 +3282,17 @@ class TraceReport:
 def trace_command(args):
     """k3.py trace: 1 if a tensor differs from the reference, or a running sum is not finite."""
     checkpoint = Checkpoint(args.checkpoint, cache=args.cache)
+    config = checkpoint.config
     start, reference = (read_safetensors(path) if path is not None else {}
                         for path in (args.start, args.against))
     if args.text == "":
         raise ValueError("the text is empty")
     if not 0 <= args.rtol < math.inf:
         raise ValueError(f"--rtol {args.rtol} is not a finite number from 0 on")
-    if args.force_routing and not any(name.endswith(".topk_idx") for name in reference):
-        raise ValueError("--force-routing needs --against with a file that holds expert ids")
+    span, moe = range(*args.layers or (0, config.num_hidden_layers)), config.is_moe
+    names = [f"layers.{i}.topk_idx" for i in span if moe(i)] if args.force_routing else []
+    if absent := [name for name in names if name not in reference]:
+        raise ValueError(f"--force-routing needs --against with a file that holds {absent[0]}")
     if args.dump is not None and (os.path.isdir(args.dump) or
                                   not os.access(os.path.dirname(args.dump) or ".", os.W_OK)):
         raise ValueError(f"--dump {args.dump}: cannot be written")
@@ -3266,7 +3304,7 @@ def trace_command(args):
     else:
         ids, media = prompt_ids(args, checkpoint, {**reference, **start})
     theirs = reference.get("input_ids", ids)
-    if ids is not None and not torch.equal(theirs, ids):
+    if ids is not None and theirs.tolist() != ids.tolist():
         raise ValueError(f"{args.against} was recorded with other input_ids")
     report, record = TraceReport(reference, args.rtol), {}
     trace(checkpoint, ids, args.layers, None if args.dump is None else record,
@@ -3280,7 +3318,8 @@ def trace_command(args):
     if report.bad:
         print(f"{len(report.bad)} of {report.seen} tensors differ; the first is {report.bad[0]}")
     elif args.against:
-        print(f"all {report.seen} tensors agree within {args.rtol:g}")
+        cut = f", {report.cut} of them over part of the positions" * bool(report.cut)
+        print(f"all {report.seen} tensors agree within {args.rtol:g}{cut}")
     if report.broken:
         print(f"{report.broken} is not finite")
     return bool(report.bad or report.broken)
@@ -3289,8 +3328,8 @@ def trace_command(args):
 def prompt_ids(args, checkpoint, tensors):
     """input_ids [1, T] of --ids, of --image and --text, or of a file; and the media arguments."""
     sizes, media = open_pictures(args)
-    if args.ids is not None and args.text is not None:
-        raise ValueError("--text and --ids say twice what to read: give one")
+    if len({args.ids, args.text, args.start} - {None}) > 1:
+        raise ValueError("--text, --ids and --from each say what to read: give one")
     ids, V = None, checkpoint.config.vocab_size
     if args.ids is not None:
         try:
@@ -3306,6 +3345,8 @@ def prompt_ids(args, checkpoint, tensors):
         raise ValueError(f"token id {odd[0]} is outside the vocabulary of {V}")
     ids, placeholder = (tensors["input_ids"] if ids is None else torch.tensor([ids]),
                         checkpoint.config.media_placeholder_token_id)
+    if not ids.numel():
+        raise ValueError("there is no token to read")
     if not sizes and checkpoint.config.vt_num_hidden_layers and (ids == placeholder).any():
         raise ValueError(f"id {placeholder} stands for a picture: give one with --image")
     return ids, media
@@ -3374,7 +3415,8 @@ def refused(error):
 def one_sentence(error):
     """What an exception says, in one line and with the file's name."""
     named = isinstance(error, OSError) and error.filename
-    return " ".join((f"{error.filename}: {error.strerror}" if named else str(error)).split())
+    text = f"{error.filename}: {error.strerror}" if named else str(error) or "out of memory"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
 
 
 class OneLine(argparse.ArgumentParser):
@@ -3407,8 +3449,8 @@ def build_parser():
             help="of activations (%(default)s)")
         add("--kernel", choices=["plain", "fast"], default="plain", help="fast: kernels.py")
 
-    add = command("params", params_command, "parameters by part, bytes in the cache and, with experts "
-                  "in MXFP4, on disk")
+    add = command("params", params_command,
+                  "parameters by part, bytes in the cache and, with experts in MXFP4, on disk")
     add("--config", metavar="F", help="a config.json; without it the released model's numbers")
     add("--json", action="store_true")
     add = command("verify", verify_command,
@@ -3444,20 +3486,37 @@ def build_parser():
     return parser
 
 
-def main(argv=None):
-    """Exit status: 0 good, 1 a check found a difference, 2 bad input, said in one line."""
-    args = build_parser().parse_args(argv)
+def guarded(prog, run, speaks=lambda error: True):
+    """run()'s exit status: 0 good, 1 a check found a difference, 2 bad input, said in one line."""
     try:
-        return int(args.run(args) or 0)
+        status = int(run() or 0)
+        sys.stdout.flush()
     except Exception as e:
         if not refused(e):
             raise
-        print(f"k3.py: {one_sentence(e)}", file=sys.stderr)
-        return 2
+        status = 2
+        if speaks(e):
+            print(f"{prog}: {one_sentence(e)}", file=sys.stderr)
     except KeyboardInterrupt:
-        print("k3.py: interrupted", file=sys.stderr)
-        return 130
+        status = 130
+        print(f"{prog}: interrupted", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:                    # full or closed: Python would try, and complain, once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return status
+
+
+def main(argv=None):
+    """The command line; returns `guarded`'s status."""
+    args = build_parser().parse_args(argv)
+    return guarded("k3.py", lambda: args.run(args))
+
+
+def leave(status):
+    """Ends the program; what failed or was interrupted does not wait for a server's answers."""
+    os._exit(status) if status > 1 else sys.exit(status)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

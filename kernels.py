@@ -297,7 +297,8 @@ class _KDAChunk(torch.autograd.Function):
         past = c.mul_(dend)
         del S, D, u, do
         # (1/beta + A) u = r, so that 1/beta has the gradient -dr . u
-        dbeta = -dA.diagonal(dim1=1, dim2=2).unsqueeze(-1) / beta.square().clamp_min(1e-30)
+        b = beta.clamp_min(1e-30)                       # 0 where there is no token
+        dbeta = -dA.diagonal(dim1=1, dim2=2).unsqueeze(-1) / b / b
         width = math.gcd(k.shape[-1], 8)                # q . k of one token: no decay in it
         own = dB.diagonal(dim1=1, dim2=2).reshape(-1, 1, 1).repeat(1, 1, width)
         own = spread(own, k.shape[-1] // width).view_as(k)

@@ -1614,7 +1614,7 @@ def test_an_interrupted_or_failed_save_leaves_the_old_checkpoint(folder):
         k3.write_checkpoint(folder, breaking(), {})
     same_tensors(k3.Checkpoint(folder), small_shards())
     assert os.listdir(folder.parent) == ["ck"]
-    os.rename(folder, f"{folder}.old")                     # killed between the two renames
+    os.rename(folder, folder.parent / ".ck.old")                     # killed between the two renames
     with pytest.raises(k3.CheckpointError, match="interrupted save"):
         k3.Checkpoint(folder)
     with pytest.raises(KeyboardInterrupt):
@@ -2613,7 +2613,7 @@ def text(tmp_path):
 
 def test_run_and_resume(monkeypatch, tmp_path, text):
     """Killed after step 4 and resumed: the log is the uninterrupted one's, bit for bit."""
-    assert tiny_run(monkeypatch, tmp_path / "a", "--data", text) is None
+    assert tiny_run(monkeypatch, tmp_path / "a", "--data", text) == 0
     steps = [row for row in log(tmp_path / "a") if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6] and len(steps[0]["imbalance"]) == 3
     save = tt.save_state
@@ -2627,7 +2627,7 @@ def test_run_and_resume(monkeypatch, tmp_path, text):
     with open(tmp_path / "b" / "metrics.jsonl", "a") as f:
         f.write('{"step": 5, "loss": 1.0, "a": {"b": 1}')         # torn by the kill
     monkeypatch.setattr(tt, "save_state", save)
-    assert tiny_run(monkeypatch, tmp_path / "b", "--data", text, "--resume") is None
+    assert tiny_run(monkeypatch, tmp_path / "b", "--data", text, "--resume") == 0
     assert log(tmp_path / "a") == log(tmp_path / "b")
     model, tokenizer = k3.load_model(tmp_path / "b" / "checkpoint"), k3.load_tokenizer(tmp_path / "b" / "checkpoint")
     run, (_, held) = tt.read_log(tmp_path / "b")[0]["header"], tt.read_text(text)
@@ -2719,7 +2719,7 @@ def test_qk_clip_in_training(monkeypatch, tmp_path, text):
     losses = {}
     for tau in (None, 1e6, 1e-4):
         args = [] if tau is None else ["--qk-clip", tau]
-        assert tiny_run(monkeypatch, tmp_path / str(tau), "--data", text, *args, steps=3) is None
+        assert tiny_run(monkeypatch, tmp_path / str(tau), "--data", text, *args, steps=3) == 0
         rows = [row for row in log(tmp_path / str(tau)) if "loss" in row]
         losses[tau] = [row["loss"] for row in rows]
         assert all(row.get("largest_logit", 0) > 0 for row in rows) == (tau is not None)
@@ -2748,7 +2748,7 @@ def test_compare_balance(monkeypatch, capsys, tmp_path, text):
     """Every choice starts from the same weights and batches; table, JSON and figures, which --plot makes again."""
     few = tt.fixed_scores(m=32, n=8, k=2, shards=2, bins=(10, 20))
     monkeypatch.setattr(tt, "fixed_scores", lambda: few)
-    assert tiny_run(monkeypatch, tmp_path, "--data", text, "--compare", "balance", "--steps", 3) is None
+    assert tiny_run(monkeypatch, tmp_path, "--data", text, "--compare", "balance", "--steps", 3) == 0
     table = capsys.readouterr().out
     result, rows = comparison(tmp_path)
     assert list(rows) == ["qb", "qb-exact", "none", "sign-0.01", "sign-0.001", "sign-0.0001"] == result["drawn"]
@@ -2757,7 +2757,7 @@ def test_compare_balance(monkeypatch, capsys, tmp_path, text):
     made = [tmp_path / "compare.png", tmp_path / "fixed_scores.png"]
     for path in made:
         path.unlink()
-    assert tt.main(["--plot", str(tmp_path)]) is None and all(path.stat().st_size > 10000 for path in made)
+    assert tt.main(["--plot", str(tmp_path)]) == 0 and all(path.stat().st_size > 10000 for path in made)
     (tmp_path / "compare.json").write_text("{}")
     assert tt.main(["--plot", str(tmp_path)]) == 2 and "not a comparison" in capsys.readouterr().err
 
@@ -2765,7 +2765,7 @@ def test_compare_balance(monkeypatch, capsys, tmp_path, text):
 def test_compare_optimizer(monkeypatch, tmp_path, text):
     """Each optimizer at every rate of the sweep, the best one drawn; whole-matrix Muon has the wider spread of heads."""
     monkeypatch.setattr(tt, "SWEEP_MOST", 2)
-    assert tiny_run(monkeypatch, tmp_path, "--data", text, "--compare", "optimizer", "--steps", 2) is None
+    assert tiny_run(monkeypatch, tmp_path, "--data", text, "--compare", "optimizer", "--steps", 2) == 0
     result, rows = comparison(tmp_path)
     assert [name.split("@")[0] for name in rows] == ["per-head-muon"] * 2 + ["muon"] * 2 + ["adamw"] * 2
     assert [name.split("@")[0] for name in result["drawn"]] == ["per-head-muon", "muon", "adamw"]
@@ -2797,7 +2797,7 @@ def test_sweep_goes_on_until_the_best_is_inside(monkeypatch):
     ("decay", ["gate_lower_bound=-5", "gate_lower_bound=null"]), ("kda_layers=[1,2,3],[2]", ["kda_layers=[1,2,3]", "kda_layers=[2]"])])
 def test_compare_switch(monkeypatch, tmp_path, text, what, names):
     """The report's switches by name, and any other key; the largest activations are in every log."""
-    assert tiny_run(monkeypatch, tmp_path, "--data", text, "--compare", what, "--steps", 1) is None
+    assert tiny_run(monkeypatch, tmp_path, "--data", text, "--compare", what, "--steps", 1) == 0
     result, rows = comparison(tmp_path)
     assert list(rows) == names and (tmp_path / "compare.png").exists()
     assert all(row[0]["largest_activation"] > 0 and row[0]["largest_routed"] > 0 for row in rows.values())
@@ -2810,7 +2810,7 @@ def test_compare_switch(monkeypatch, tmp_path, text, what, names):
 def test_compare_measures(monkeypatch, capsys, tmp_path, text, what, names, held):
     """What only a finished run tells: in each log, in the table and in the figure."""
     monkeypatch.setitem(tt.MEASURES, "mtp", functools.partial(tt.drafting, prompts=2, tokens=6))
-    assert tiny_run(monkeypatch, tmp_path, "--data", text, "--compare", what, "--steps", 1) is None
+    assert tiny_run(monkeypatch, tmp_path, "--data", text, "--compare", what, "--steps", 1) == 0
     result, rows = comparison(tmp_path)
     assert list(rows) == names == result["drawn"] and held[0] in capsys.readouterr().out
     for name, run in result["runs"].items():
@@ -2827,7 +2827,7 @@ def test_compare_all(monkeypatch, capsys, tmp_path, text):
     """Each experiment in its folder with its own keys and steps, and the time; --plot draws all of them again."""
     monkeypatch.setattr(tt, "TAUS", (1e6, 1e-4))
     monkeypatch.setattr(tt, "ALL", {"few": ("qk-clip", ["num_experts=8"], 6), "qat": ("qat", [], 3)})
-    assert tiny_run(monkeypatch, tmp_path, "--data", text, "--compare", "all") is None
+    assert tiny_run(monkeypatch, tmp_path, "--data", text, "--compare", "all") == 0
     out = capsys.readouterr().out
     assert "==== few: 1 steps a run" in out and "==== qat: 2 steps a run" in out
     result, rows = comparison(tmp_path / "few")
@@ -2836,7 +2836,7 @@ def test_compare_all(monkeypatch, capsys, tmp_path, text):
     assert a["loss"] == b["loss"] and a["largest_logit"] == b["largest_logit"] > 1e-4 and a["update_rms"] != b["update_rms"]
     for name in ("few", "qat"):
         (tmp_path / name / "compare.png").unlink()
-    assert tt.main(["--plot", str(tmp_path)]) is None and all((tmp_path / name / "compare.png").exists() for name in ("few", "qat"))
+    assert tt.main(["--plot", str(tmp_path)]) == 0 and all((tmp_path / name / "compare.png").exists() for name in ("few", "qat"))
 
 
 def test_by_position():
@@ -2859,7 +2859,7 @@ def test_by_position():
 def test_qat_checkpoint_is_packed(monkeypatch, capsys, tmp_path, text):
     """--qat: the checkpoint holds MXFP4 experts and scores as the trained model; other widths and dense models are refused."""
     monkeypatch.setattr(tt, "plot", lambda out: [])
-    assert tiny_run(monkeypatch, tmp_path, "--data", text, "--qat", steps=3) is None
+    assert tiny_run(monkeypatch, tmp_path, "--data", text, "--qat", steps=3) == 0
     names = k3.Checkpoint(tmp_path / "checkpoint").tensors
     assert sum(name.endswith("weight_packed") for name in names) == 3 * 16 * 3
     rows = tt.read_log(tmp_path)

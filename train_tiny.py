@@ -13,13 +13,14 @@ A run leaves in --out (default out/): metrics.jsonl (a header, then one object a
 state.pt (what --resume continues from) and checkpoint/ in the released layout.
 """
 import argparse
+import contextlib
+import fcntl
 import functools
 import gc
 import io
 import json
 import math
 import os
-import pickle
 import platform
 import re
 import subprocess
@@ -36,11 +37,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from k3 import (Balancer, byte_tokenizer, capture, CONTROL, depth_weights, Experts, f32, Gate, generate,
-                generate_drafted, generate_ids, image_prompt, K3, K3Config, KDA, keys_values,
-                LatentMoE, load_model, load_tokenizer, MLA, MLP, one_sentence, OneLine, pool,
-                preprocess_image, quantile_bias, QuantileHistogram, ranks, refused, replacing,
-                route, save_checkpoint, sign_bias, Tokenizer)
+from k3 import (Balancer, byte_tokenizer, capture, CONTROL, depth_weights, Experts, f32, Gate,
+                generate, generate_drafted, generate_ids, guarded, image_prompt, K3, K3Config, KDA,
+                keys_values, LatentMoE, leave, load_model, load_tokenizer, MLA, MLP, OneLine, pool,
+                preprocess_image, quantile_bias, QuantileHistogram, ranks, replacing, route,
+                save_checkpoint, sign_bias, Tokenizer)
 
 # ---- Settings ------------------------------------------------------------------------------------
 
@@ -77,6 +78,8 @@ def read_text(path=None):
     """
     root = Path(path or os.path.dirname(os.__file__))
     files = [root]
+    if root.exists() and not (root.is_file() or root.is_dir()):
+        raise ValueError(f"--data {root} is no file and no folder")
     if root.is_dir():
         files = sorted(f for f in root.rglob("*" if path else "*.py")
                        if f.is_file() and "site-packages" not in f.relative_to(root).parts)
@@ -158,7 +161,7 @@ def is_matrix(p):
 
 
 def param_table(model, optimizer="per-head-muon"):
-    """Every trainable tensor once: Muon for matrices, AdamW for the rest; the router bias is in neither.
+    """Every trainable tensor once: Muon for matrices, AdamW for the rest; no router bias.
 
     optimizer  "muon" leaves the attention's matrices whole, "adamw" takes all tensors
     """
@@ -437,26 +440,39 @@ def load_state(path, run, **own):
     if not path.exists():
         raise ValueError(f"--resume: no {path}: the first is saved at step {run['save_every']}, "
                          f"or at the end")
-    shapes = lambda named: {name: t.shape for name, t in named.items()}
+    kinds = lambda named: {name: (t.shape, t.dtype, t.layout, t.is_meta)
+                           for name, t in named.items()}
     try:
         with zipfile.ZipFile(path) as parts:
-            whole = parts.testzip() is None
+            if parts.testzip() or any(part.is_dir() or part.compress_type or part.external_attr
+                                      for part in parts.infolist()):
+                raise ValueError
         state = torch.load(path, map_location="cpu", weights_only=True)
         saved, step = dict(json.loads(state["run"])), state["step"]
-        whole = whole and isinstance(step, int) and 0 < step <= saved["steps"]
-        found = {key: shapes(state[key]) for key in own}
-    except (RuntimeError, EOFError, KeyError, TypeError, ValueError, AttributeError,
-            pickle.UnpicklingError, zipfile.BadZipFile):
-        whole = False
-    if not whole:
-        raise ValueError(f"--resume: {path} is damaged, or no training state")
+        if not (isinstance(step, int) and 0 < step <= saved["steps"]):
+            raise ValueError
+        found = {key: kinds(state[key]) for key in own}
+    except Exception:                  # zipfile and torch.load raise a dozen unrelated types
+        raise ValueError(f"--resume: {path} is damaged, or no training state") from None
     old, new = flat(saved), flat(run)
     for key in new | old:
         if old.get(key) != new.get(key):
             raise ValueError(f"--resume: {path} has {key} {old.get(key)}, this run {new.get(key)}")
-    if found != {key: shapes(named) for key, named in own.items()}:
+    if found != {key: kinds(named) for key, named in own.items()}:
         raise ValueError(f"--resume: {path} holds other tensors than this model trains")
     return state
+
+
+def write_log(folder, rows):
+    """Rows that begin with a header replace what an earlier run left; others are added."""
+    lines, path = "".join(json.dumps(row) + "\n" for row in rows), folder / "metrics.jsonl"
+    if "header" not in rows[0]:
+        with open(path, "a") as f:
+            f.write(lines)
+        return
+    write_whole(path, lines.encode())
+    for name in ("compare.json", "compare.png"):       # --plot would go by the old comparison
+        (folder / name).unlink(missing_ok=True)
 
 
 def read_log(folder):
@@ -466,7 +482,7 @@ def read_log(folder):
             rows = [dict(json.loads(line)) for line in f if line.endswith("\n")]
         rows[0]["header"]["task"]
         sum(row.get("step", 0) for row in rows)                # numbers, all of them
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         raise ValueError(f"{folder}/metrics.jsonl is damaged, or no log of train_tiny.py") from None
     return rows
 
@@ -651,7 +667,7 @@ def figure(width, height, panels=1):
 def save_figure(fig, path, header):
     """Writes the figure under a caption that says what made it; returns the path."""
     fig.supxlabel("{command}\n{hardware}, seed {seed}, commit {commit}".format(**header),
-                  fontsize=6)
+                  fontsize=6, parse_math=False)
     with replacing(path) as file:
         fig.savefig(file, format="png", dpi=150)
     return path
@@ -683,7 +699,8 @@ def draw_again(folder):
     draw = plot_compare if Path(folder, "compare.json").exists() else plot
     try:
         paths = draw(folder)
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as e:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError,
+            RecursionError) as e:
         raise ValueError(f"{folder}: metrics.jsonl or compare.json is damaged, or not of "
                          f"train_tiny.py ({e})") from None
     if not paths:
@@ -759,11 +776,12 @@ def settings(args):
     if not 0 <= args.seed < 2 ** 63:
         raise ValueError(f"--seed {args.seed}: from 0 to 2^63 - 1")
     for key in ("lr", "gamma", "qk_clip"):
-        if run[key] is not None and not 0 < run[key] < math.inf:
-            raise ValueError(f"--{key.replace('_', '-')} {run[key]}: a finite number above 0")
-    if config.vocab_size <= max(255, config.eos_token_id, config.pad_token_id):
-        raise ValueError(f"vocab_size {config.vocab_size} is too small for 256 bytes and the ids "
-                         f"{config.eos_token_id} (end) and {config.pad_token_id} (padding)")
+        if run[key] is not None and not 0 < run[key] < 1e30:
+            raise ValueError(f"--{key.replace('_', '-')} {run[key]}: a number above 0")
+    for key in ("eos_token_id", "pad_token_id"):
+        if not 255 < getattr(config, key) < config.vocab_size:
+            raise ValueError(f"{key} {getattr(config, key)} is one of the 256 bytes, or not below "
+                             f"vocab_size {config.vocab_size}")
     widths = config.moe_intermediate_size, config.routed_expert_hidden_size or config.hidden_size
     dense = config.num_experts is None or config.first_k_dense_replace >= config.num_hidden_layers
     if args.qat and (dense or any(width % 32 for width in widths)):
@@ -835,8 +853,6 @@ def train(args):
         for name, t in state["optimizer"].items():
             optimizer.state[name].copy_(t)
     if rank() == 0:
-        log = "".join(json.dumps(row) + "\n" for row in rows)
-        write_whole(out / "metrics.jsonl", log.encode())
         print(f"{sum(t.numel() for t in model.parameters()):,} parameters, {header['hardware']}; "
               f"{len(text):,} bytes to train on, entropy of a byte "
               f"{header['unigram_bits']:.3f} bits")
@@ -861,10 +877,10 @@ def train(args):
             continue
 
         numbers = torch.stack(numbers).tolist()                    # the only wait for the device
-        speed = round(len(numbers) * size * length / (time.perf_counter() - clock))
+        speed = max(1, round(len(numbers) * size * length / (time.perf_counter() - clock)))
         speeds.append(speed)
-        rows = [dict(step=step - len(numbers) + i, **dict(zip(names, line)), tokens_per_s=speed,
-                     imbalance=line[len(names):]) for i, line in enumerate(numbers, 1)]
+        rows += [dict(step=step - len(numbers) + i, **dict(zip(names, line)), tokens_per_s=speed,
+                      imbalance=line[len(names):]) for i, line in enumerate(numbers, 1)]
         rows[-1].update(lr=lr, update_rms=update_rms(heads, before, lr))
         left = (steps - step) * size * length // speed
         report = (f"step {step:4d}/{steps}  loss {numbers[-1][0]:.3f}  {speed:,} tokens/s  "
@@ -885,8 +901,8 @@ def train(args):
             rows.append({"step": step, "optimizer_ms": optimizer_ms(optimizer)})
             if args.compare in MEASURES:
                 rows.append({"step": step, "measured": MEASURES[args.compare](model, held, run)})
-        with open(out / "metrics.jsonl", "a") as f:
-            f.writelines(json.dumps(row) + "\n" for row in rows)
+        write_log(out, rows)
+        rows = []
         if not args.compare and (step % run["save_every"] == 0 or step == steps):
             save_state(out / "state.pt", run=json.dumps(run), step=step, model=model.state_dict(),
                        optimizer=optimizer.state)
@@ -1408,8 +1424,11 @@ def train_shapes(args):
     if run["batch"] < len(choices(run)):
         raise ValueError(f"--batch {run['batch']}: each question needs an example, so that "
                          f"--task shapes takes {len(choices(run))} or more")
-    if not config.vt_num_hidden_layers or config.patch_size != 14:
-        raise ValueError("--task shapes needs a vision tower, with patches of 14 pixels")
+    drawn = config.patch_size, config.merge_kernel_size, config.media_placeholder_token_id
+    placeholder = 256 + CONTROL.index("<|media_pad|>")
+    if not config.vt_num_hidden_layers or drawn != (14, (2, 2), placeholder):
+        raise ValueError("--task shapes needs a vision tower, with patches of 14 pixels of which "
+                         "2 x 2 are merged, and the byte tokenizer's placeholder id")
     device, steps = "cuda" if args.preset == "gpu" else "cpu", run["steps"]
     out.mkdir(parents=True, exist_ok=True)
 
@@ -1422,7 +1441,7 @@ def train_shapes(args):
     held = [shapes_batch(fresh(0, i), config, run, device) for i in range(run["val_batches"])]
     chance = {question: 1 / len(answers) for question, answers in choices(run).items()}
     header = {**circumstances(device), **run, "chance": chance}
-    write_whole(out / "metrics.jsonl", (json.dumps({"header": header}) + "\n").encode())
+    rows = [{"header": header}]
     size = lambda module: sum(t.numel() for t in module.parameters())
     print(f"{size(model):,} parameters, {size(model.vision_tower):,} of them in the vision tower; "
           f"{header['hardware']}")
@@ -1442,17 +1461,17 @@ def train_shapes(args):
 
         numbers = torch.stack(numbers).tolist()
         speed = round(len(numbers) * run["batch"] / (time.perf_counter() - clock))
-        rows = [dict(step=step - len(numbers) + i, **dict(zip(names, line)), pictures_per_s=speed,
-                     imbalance=line[len(names):]) for i, line in enumerate(numbers, 1)]
+        rows += [dict(step=step - len(numbers) + i, **dict(zip(names, line)), pictures_per_s=speed,
+                      imbalance=line[len(names):]) for i, line in enumerate(numbers, 1)]
         rows[-1]["lr"] = lr
         report = f"step {step:4d}/{steps}  loss {rows[-1]['loss']:.3f}  {speed:,} pictures/s"
         if step % run["val_every"] == 0 or step == steps:
             shares = accuracy(model, held)
             rows.append({"step": step, "accuracy": shares, "chance": chance})
             report += "  held out" + "".join(f"  {q} {a:.1%}" for q, a in shares.items())
-        with open(out / "metrics.jsonl", "a") as f:
-            f.writelines(json.dumps(row) + "\n" for row in rows)
+        write_log(out, rows)
         print(report, flush=True)
+        rows = []
         numbers, clock = [], time.perf_counter()
     finish_shapes(model, run, out)
     print(f"{time.perf_counter() - began:.0f} s in all")
@@ -1528,33 +1547,48 @@ def main(argv=None):
     args = ap.parse_args(argv)
     if args.out is None:
         args.out = "out/shapes" if args.task == "shapes" else "out"
-    try:
-        if "" in (args.plot, args.data, args.out, args.compare):
-            raise ValueError("--plot, --data, --out and --compare take no empty word")
-        if args.plot:
-            own = any(Path(args.plot, name).exists() for name in ("compare.json", "metrics.jsonl"))
-            below = sorted(path.parent for path in Path(args.plot).glob("*/compare.json"))
-            for folder in below if below and not own else [args.plot]:
-                print(*draw_again(folder))
-            return
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            join_ranks("cuda" if args.preset == "gpu" else "cpu")
-        run = (train_shapes if args.task == "shapes" else compare_all if args.compare == "all" else
-               compare if args.compare else train)
-        run(args)
-    except Exception as e:
-        if not refused(e):
-            raise
-        if rank() == 0 or isinstance(e, OSError):        # a wrong argument is wrong on every rank
-            print(f"train_tiny.py: {one_sentence(e)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("train_tiny.py: interrupted", file=sys.stderr)
-        return 130
+    try:       # a wrong argument is wrong on every rank, a file may fail on one
+        return guarded("train_tiny.py", lambda: run(args),
+                       lambda error: rank() == 0 or isinstance(error, OSError))
     finally:
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
 
 
+def run(args):
+    """What the arguments ask for."""
+    if "" in (args.plot, args.data, args.out, args.compare):
+        raise ValueError("--plot, --data, --out and --compare take no empty word")
+    if args.plot and args.compare:
+        raise ValueError("--plot draws what a --compare has left: give one")
+    if args.plot:
+        own = any(Path(args.plot, name).exists() for name in ("compare.json", "metrics.jsonl"))
+        below = sorted(path.parent for path in Path(args.plot).glob("*/compare.json"))
+        for folder in below if below and not own else [args.plot]:
+            print(*draw_again(folder))
+        return
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        join_ranks("cuda" if args.preset == "gpu" else "cpu")
+    with claimed(args.out) if rank() == 0 else contextlib.nullcontext():
+        (train_shapes if args.task == "shapes" else compare_all if args.compare == "all" else
+         compare if args.compare else train)(args)
+
+
+@contextlib.contextmanager
+def claimed(folder):
+    """Keeps other runs out of the folder meanwhile; one that stays empty goes."""
+    os.makedirs(folder, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ValueError(f"--out {folder}: another run is writing there") from None
+    finally:
+        os.close(lock)
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
