@@ -116,7 +116,8 @@ def test_config_reads_a_bare_text_config():
     (dict(hidden_act="gelu"), "hidden_act"), (dict(num_experts_per_token=0), "num_experts_per_token"),
     (dict(num_experts_per_token=16), "num_experts_per_token"), (dict(kda_layers=[1, 2, 9]), "kda_layers"),
     (dict(hidden_size="64"), "hidden_size"), (dict(gate_lower_bound=5.0), "gate_lower_bound"),
-    (dict(latent_moe_use_norm=1), "latent_moe_use_norm"), (dict(num_nextn_predict_layers=2), "num_nextn")])
+    (dict(latent_moe_use_norm=1), "latent_moe_use_norm"),
+    (dict(initializer_range=-1.0), "initializer_range"), (dict(activation_situ_beta=9e37), "activation_situ_beta"), (dict(num_nextn_predict_layers=2), "num_nextn")])
 def test_config_refuses_values(change, key):
     with pytest.raises(ValueError, match=key):
         K3Config.tiny(**change)
@@ -1606,6 +1607,18 @@ def test_two_thousand_mutations_never_load_silently_wrong(folder):
 
 # ---- writing
 
+def test_a_save_leaves_folders_of_similar_names_alone(folder):
+    for name in ("ck.old", "ck.partial", "ck.new"):
+        shutil.copytree(folder, folder.parent / name)
+    k3.write_checkpoint(folder, small_shards(), {})
+    assert sorted(os.listdir(folder.parent)) == ["ck", "ck.new", "ck.old", "ck.partial"]
+    file = folder.parent / "file"
+    file.write_text("")
+    for place in (file, file / "x"):
+        with pytest.raises(k3.CheckpointError, match="cannot be written"):
+            k3.write_checkpoint(place, small_shards(), {})
+
+
 def test_an_interrupted_or_failed_save_leaves_the_old_checkpoint(folder):
     def breaking():
         yield small_shards()[0]
@@ -1787,6 +1800,16 @@ def test_remote_refuses_wrong_answers(serve, answer, words):
     with pytest.raises(k3.CheckpointError, match=words) as error:
         k3.Checkpoint(serve(answer).url).tensors
     assert "http://127.0.0.1" in str(error.value)
+
+
+def test_remote_says_what_is_wrong_with_the_url_or_token(monkeypatch):
+    for url in ("http://[::1", f"http://{'a' * 70}.example"):
+        with pytest.raises(k3.CheckpointError):
+            k3.Checkpoint(url)
+    monkeypatch.setenv("HF_TOKEN", "secret\nx")
+    with pytest.raises(k3.CheckpointError, match="HF_TOKEN") as error:
+        k3.Checkpoint("http://127.0.0.1:1")
+    assert "secret" not in str(error.value)
 
 
 @pytest.mark.parametrize("kind", ["cut", "500"])
@@ -2192,6 +2215,39 @@ def test_pictures_in_the_commands(saved, tmp_path, capsys):
     assert status == 2 and "0 media placeholders" in err
 
 
+def test_full_and_closed_stdout():
+    """One sentence and status 2; Python's own complaint at exit does not follow."""
+    for ends in ("> /dev/full", "| true"):
+        # what is written is small: it waits in a buffer until the end
+        done = subprocess.run(["bash", "-c", f"set -o pipefail; sleep 0.01; '{sys.executable}' k3.py params {ends}"], text=True,
+                              capture_output=True, cwd=Path(k3.__file__).parent,
+                              env={k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"})
+        assert done.returncode == 2 and done.stderr.startswith("k3.py: ") and done.stderr.count("\n") == 1, done
+
+
+def test_trace_refuses_odd_tensors(saved, tmp_path, capsys):
+    """Ids of another dtype, none at all, sums of no token, expert ids that --force-routing lacks, [T, B, D]."""
+    dump, ids = tmp_path / "d.safetensors", ("--ids", "5,6,7")
+    run(capsys, "trace", saved[0], *ids, "--dump", dump)
+    whole = k3.read_safetensors(dump)
+    save = lambda name, tensors: (k3.write_safetensors(tmp_path / name, tensors), tmp_path / name)[1]
+    for dtype in (torch.float8_e4m3fn, torch.uint8, torch.float32):
+        odd = save("ids", {**whole, "input_ids": whole["input_ids"].to(dtype)})
+        assert run(capsys, "trace", saved[0], "--against", odd)[0] == 2
+    none = save("none", {"input_ids": torch.zeros(1, 0, dtype=torch.int64)})
+    assert run(capsys, "trace", saved[0], "--from", none)[0] == 2
+    sums = {name: t[:, :0] for name, t in whole.items() if name == "embed" or name.endswith("prefix_sum")}
+    assert run(capsys, "trace", saved[0], "--layers", "3:5", "--from", save("sums", sums))[0] == 2
+    fewer = save("fewer", {n: t for n, t in whole.items() if n != "layers.2.topk_idx"})
+    status, _, err = run(capsys, "trace", saved[0], "--against", fewer, "--force-routing")
+    assert status == 2 and "layers.2.topk_idx" in err
+    turned = save("turned", {"input_ids": whole["input_ids"], "embed": whole["embed"].transpose(0, 1).contiguous()})
+    assert run(capsys, "trace", saved[0], "--against", turned, "--layers", "0")[0] == 1
+    part = save("part", {"input_ids": whole["input_ids"], "embed": whole["embed"][:, :1].contiguous()})
+    assert "1 of them over part of the positions" in run(capsys, "trace", saved[0], "--against", part, "--layers", "0")[1]
+    assert run(capsys, "trace", saved[0], *ids, "--from", dump)[0] == 2
+
+
 @pytest.mark.parametrize("words, said", [
     (("trace", "{}", "--ids", "1,x"), "1,x"), (("trace", "{}", "--ids", ""), "expected whole numbers"),
     (("trace", "{}", "--text", ""), "empty"), (("trace", "{}"), "--text or --ids"), (("trace", "{}", "--ids", "9999"), "9999"),
@@ -2205,7 +2261,7 @@ def test_pictures_in_the_commands(saved, tmp_path, capsys):
     (("trace", "{}", "--ids", "1", "--dump", "/no/where"), "/no/where"), (("generate", "{}", "--prompt", ""), "empty"),
     (("generate", "{}", "--prompt", "a", "--top-p", "0"), "top-p"), (("generate", "{}", "--prompt", "a", "--temperature", "-1"), "temperature"),
     (("trace", "/no/folder", "--ids", "1"), "/no/folder"), (("verify", "/no/folder"), "/no/folder"), (("params", "--config", "/no"), "/no"),
-    (("trace", "{}", "--ids", "1", "--text", "a"), "give one"), (("generate", "{}", "--prompt", "a", "--system", "b"), "--chat"),
+    (("trace", "{}", "--ids", "1", "--text", "a"), "give one"), (("generate", "{}", "--prompt", "caf\udce9"), "surrogates not allowed"), (("generate", "{}", "--prompt", "a", "--system", "b"), "--chat"),
     (("generate", "{}", "--prompt", "a", "--no-think"), "--chat"), (("generate", "{}"), "--prompt"), (("dance",), "dance"), ((), "command"), (("trace", "{}", "--ids", "1", "--device", "tpu9"), "tpu9")],
     ids=str)
 def test_commands_refuse_in_one_sentence(saved, capsys, words, said):
@@ -2893,7 +2949,8 @@ def test_cuda_graph_holds_the_step_with_rounded_experts():
 @pytest.mark.parametrize("args", [
     ["--data", "EMPTY"], ["--data", "SHORT"], ["--data", "MISSING"], ["--data", "BINARY"], ["--steps", "0"],
     ["--set", "no_such_key=1"], ["--set", "num_experts_per_token=99"], ["--set", "hidden_act=relu"], ["--out", "FILE/x"],
-    ["--set", "vocab_size=200"], ["--compare", "all", "--resume"], ["--compare", "all", "--steps", "0"], ["--resume"], ["--plot", "MISSING"],
+    ["--set", "vocab_size=200"], ["--set", "pad_token_id=101"], ["--lr", "1e39"], ["--set", "initializer_range=-1"], ["--data", "/dev/zero"],
+    ["--compare", "balance", "--plot", "MISSING"], ["--task", "shapes", "--set", "merge_kernel_size=[3,3]"], ["--compare", "all", "--resume"], ["--compare", "all", "--steps", "0"], ["--resume"], ["--plot", "MISSING"],
     ["--batch", "0"], ["--length", "-3"], ["--length", "8", "--task", "shapes"], ["--compare", "mtp", "--length", "1"],
     ["--lr", "0"], ["--gamma", "nan"], ["--qk-clip", "-1"], ["--compare", ""], ["--compare", "nothing"], ["--compare", "nothing=1,2"],
     ["--task", "shapes", "--batch", "2"], ["--qat", "--set", "first_k_dense_replace=99"], ["--compare", "hidden_act=situ"],
@@ -2917,11 +2974,11 @@ def test_plot_refuses_damaged_logs(monkeypatch, capsys, tmp_path):
     whole, header = {"step": 1, "loss": 2.0}, {"header": {"task": "text"}}
     for name, rows in (("metrics.jsonl", [header]), ("metrics.jsonl", [header, whole]),
                        ("metrics.jsonl", [{"header": {"task": "shapes"}}, whole]), ("metrics.jsonl", [header, {"loss": 1.0}]),
-                       ("metrics.jsonl", [header, {"step": "1"}]), ("compare.json", [5]), ("compare.json", []),
+                       ("metrics.jsonl", [header, {"step": "1"}]), ("compare.json", [5]), ("compare.json", []), ("metrics.jsonl", [header, None]),
                        ("compare.json", [{"header": 1, "drawn": 2, "runs": 3}])):
         for old in tmp_path.iterdir():
             old.unlink()
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / name).write_text("".join((json.dumps(row) if row else "[" * 100000) + "\n" for row in rows))
         assert tt.main(["--plot", str(tmp_path)]) == 2
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and str(tmp_path) in err, err
@@ -2933,8 +2990,27 @@ def test_resume_refuses_another_run(monkeypatch, capsys, tmp_path, text):
     assert "seed" in capsys.readouterr().err
     assert tiny_run(monkeypatch, tmp_path / "a", "--data", text, "--resume", "--set", "rms_norm_eps=1e-4", steps=2) == 2
     assert "rms_norm_eps 1e-05, this run 0.0001" in capsys.readouterr().err
-    (tmp_path / "a" / "state.pt").write_bytes(b"garbage")
-    assert tiny_run(monkeypatch, tmp_path / "a", "--data", text, "--resume", steps=2) == 2
+    state, log = tmp_path / "a" / "state.pt", (tmp_path / "a" / "metrics.jsonl").read_bytes()
+    good = state.read_bytes()
+    other = torch.load(state, weights_only=True)
+    other["model"] = {name: t.to(torch.float64) for name, t in other["model"].items()}
+    torch.save(other, tmp_path / "other.pt")
+    for content in (b"garbage", b"Q" + good[1:], good[:3000] + b"Q" + good[3001:], good[:-100], (tmp_path / "other.pt").read_bytes()):
+        state.write_bytes(content)
+        assert tiny_run(monkeypatch, tmp_path / "a", "--data", text, "--resume", steps=2) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == log
+
+
+def test_two_runs_do_not_share_a_folder(monkeypatch, capsys, tmp_path, text):
+    """The second is refused and changes nothing; a refused run leaves no folder behind and no log replaced."""
+    with tt.claimed(tmp_path / "a"):
+        (tmp_path / "a" / "metrics.jsonl").write_text("theirs")
+        assert tiny_run(monkeypatch, tmp_path / "a", "--data", text) == 2
+    assert "another run" in capsys.readouterr().err
+    assert tiny_run(monkeypatch, tmp_path / "a", "--data", text, "--set", "hidden_act=relu") == 2
+    assert (tmp_path / "a" / "metrics.jsonl").read_text() == "theirs"
+    assert tiny_run(monkeypatch, tmp_path / "b", "--data", text, "--steps", 0) == 2 and not (tmp_path / "b").exists()
 
 
 def test_state_file_is_whole_or_old(tmp_path):
