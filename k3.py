@@ -2987,44 +2987,6 @@ def generate_ids(model, ids, max_new_tokens, temperature=0.0, top_p=1.0, seed=0,
             logits = step(torch.tensor([[new]], device=model.device))
 
 
-@torch.no_grad()
-def generate_drafted(model, ids, max_new_tokens):
-    """generate_ids at temperature 0, with the MTP layer guessing one token ahead.
-
-    A call of the main model reads the known tokens that it has not read yet, then the guess: two
-    tokens are settled if the guess is what it says itself, else one. Yields a list of those, once a
-    call. A KDA state cannot forget a wrong guess, so the state before it is kept and the tokens
-    since are read again by the next call; when more than four have gathered, by one of their own.
-    Raises ValueError for an empty prompt and for a model without an MTP layer.
-    """
-    text = model.language_model.model
-    if not ids or not hasattr(text, "mtp"):
-        raise ValueError("drafting needs a prompt and an MTP layer (num_nextn_predict_layers 1)")
-    tensor = lambda row: torch.tensor([row], device=model.device)
-    likeliest = lambda h: model.head(h).argmax(-1)[0].tolist()
-    state, known, read, guess = model.init_state(1), list(ids), 0, []
-    pairs, paired = None, 0                            # what the MTP layer has read
-    while max_new_tokens > 0:
-        after, start = state.copy(), read
-        h = model.hidden(tensor(known[read:] + guess), after)
-        new = likeliest(h[:, len(known) - read - 1:])  # after the last known token, after the guess
-        if new[:1] == guess or not guess:
-            state, read = after, len(known) + len(guess)
-        else:
-            new = new[:1]
-            if len(known) - read > 4:
-                model.hidden(tensor(known[read:]), state)
-                read = len(known)
-        yield new[:max_new_tokens]
-        max_new_tokens -= len(new)
-        known += new
-        h = h[:, paired - start:len(known) - start - 1]
-        follow, _ = model.embed(tensor(known[paired + 1:]))
-        pairs = pairs or text.mtp.layer.self_attn.init_state(1, h.dtype, h.device)
-        guess = likeliest(text.mtp(h, follow, text.output_mix, pairs)[:, -1:])
-        paired = len(known) - 1
-
-
 def generate(model, tokenizer, prompt, max_new_tokens=256, temperature=0.0, top_p=1.0, seed=0,
              read=Tokenizer.stream, **media):
     """Text that continues `prompt` (text, or chat_prompt's ids), in whole characters as it comes.

@@ -2164,7 +2164,7 @@ def test_generate_drafted_is_greedy():
             model.loss(ids[:, :-1], ids[:, 1:])[0].backward()
             optimizer.step()
         read, model.hidden = [], lambda ids, *rest: (read.append(ids.shape[1]), K3.hidden(model, ids, *rest))[1]
-        parts = list(k3.generate_drafted(model, [*text[:9]], 20))
+        parts = list(tt.generate_drafted(model, [*text[:9]], 20))
         del model.hidden
         assert read[0] == 9 and max(read[1:]) <= 7, read       # wrong guesses do not add up
         assert sum(parts, []) == list(k3.generate_ids(model, [*text[:9]], 20))
@@ -2173,7 +2173,7 @@ def test_generate_drafted_is_greedy():
     assert len(sizes[1]) > len(sizes[2]) and all({*of[1:-1]} == {1, 2} for of in sizes[1:]), sizes
     for model, prompt in ((tiny(), [1]), (model, [])):
         with pytest.raises(ValueError, match="drafting needs"):
-            next(k3.generate_drafted(model, prompt, 3))
+            next(tt.generate_drafted(model, prompt, 3))
 
 
 def test_generate(saved, capsys):
