@@ -16,6 +16,7 @@ import random
 import re
 import resource
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -1810,6 +1811,27 @@ def test_remote_says_what_is_wrong_with_the_url_or_token(monkeypatch):
     with pytest.raises(k3.CheckpointError, match="HF_TOKEN") as error:
         k3.Checkpoint("http://127.0.0.1:1")
     assert "secret" not in str(error.value)
+
+
+def test_ctrl_c_does_not_wait_for_a_server(serve):
+    """A server that never answers: interrupted at once, with status 130."""
+    asked, done = threading.Event(), threading.Event()
+
+    def silent(handler, data, start, end):
+        if end is not None:
+            asked.set()
+            done.wait(60)
+            return True
+    command = [sys.executable, k3.__file__, "verify", serve(silent).url]
+    shell = subprocess.Popen(command, stderr=subprocess.PIPE, text=True,
+                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    try:
+        assert asked.wait(60)
+        shell.send_signal(signal.SIGINT)
+        assert shell.communicate(timeout=20)[1].strip() == "k3.py: interrupted" and shell.returncode == 130
+    finally:
+        shell.kill()
+        done.set()
 
 
 @pytest.mark.parametrize("kind", ["cut", "500"])
