@@ -2613,7 +2613,7 @@ class StreamedK3(K3):
 
 
 def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float32, device="cpu",
-          start=None, forced=None, pixel_values=None, grid_thws=None, kernel="plain",
+          start=None, each=False, forced=None, pixel_values=None, grid_thws=None, kernel="plain",
           watch=lambda *_: None):
     """The forward pass, one layer in memory at a time: the real model on a small machine.
 
@@ -2621,6 +2621,7 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
     input_ids   [B, T], or a list of ids; not looked at where A > 0
     layers      (A, B): layers A to B - 1 only; None: all, and the logits
     start       recorded tensors, for A > 0: the running sum and stored blocks before it (`resume`)
+    each        every layer starts from them, not only A: so no error is handed on
     forced      tensors with `layers.i.topk_idx`: expert ids to use instead of the router's
     record      a dict to fill, as in K3.forward
     watch       called as watch(i, note, line) after each layer i (None before the first and after
@@ -2636,6 +2637,7 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
         raise ValueError(f"layers {A}:{B}: the model has layers 0 to {n - 1}")
     model.kernel, forced = kernel, forced or {}
     keep = (lambda found: None) if record is None else record.update
+    restart = lambda i: (x.to(device, dtype) for x in resume(start or {}, i, config).values())
     with torch.no_grad():
         if A == 0:
             ids = torch.as_tensor(input_ids)
@@ -2646,10 +2648,12 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
             watch(None, known, "")
         else:
             known = resume(start or {}, A, config)
-            *blocks, s = (x.to(device, dtype) for x in known.values())
+            *blocks, s = restart(A)
         keep(known)
         check_forced(forced, s.shape[:2], config)
         for i in range(A, B):
+            if each and i > A:
+                *blocks, s = restart(i)
             began, read, before, note = time.time(), checkpoint.bytes_read, [*blocks, s], {}
             layer = model.layer(i)
             s, blocks = layer(s, blocks, note=note, forced=forced.get(f"layers.{i}.topk_idx"))
@@ -2659,6 +2663,8 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
             watch(i, note, layer_line(i, layer, before, blocks, note, read, seconds))
         if B < n:
             return s
+        if each:
+            *blocks, s = restart(n)
         text = model.language_model.model
         mixed = text.output_mix(blocks, s)
         h = text.norm(mixed)
@@ -2689,7 +2695,7 @@ def resume(tensors, A, config):
     for i in [*(range(0, A, S) if S else ()), A]:      # every S-th layer stores the sum it finds
         name = "embed" if i == 0 else f"layers.{i - 1}.prefix_sum"
         if name not in tensors:
-            raise ValueError(f"layers from {A} on need {name} of a file that --from names")
+            raise ValueError(f"layers from {A} on need {name} of the file that they start from")
         x = known[name] = tensors[name]
         shape = next(iter(known.values())).shape               # the first one's
         if x.shape != shape or x.shape[2:] != (D,) or not (x.numel() and x.is_floating_point()):
@@ -3258,6 +3264,9 @@ def trace_command(args):
     if args.dump is not None and (os.path.isdir(args.dump) or
                                   not os.access(os.path.dirname(args.dump) or ".", os.W_OK)):
         raise ValueError(f"--dump {args.dump}: cannot be written")
+    if args.each and (args.start or not reference):
+        raise ValueError("--each needs --against, from whose sums each layer starts, and no --from")
+    start = reference if args.each else start
     if args.layers and args.layers[0]:
         if args.ids is not None or args.text is not None or args.image:
             raise ValueError(f"layers from {args.layers[0]} on start from --from; "
@@ -3270,8 +3279,9 @@ def trace_command(args):
         raise ValueError(f"{args.against} was recorded with other input_ids")
     report, record = TraceReport(reference, args.rtol), {}
     trace(checkpoint, ids, args.layers, None if args.dump is None else record,
-          dtype=getattr(torch, args.dtype), device=args.device, start=start, kernel=args.kernel,
-          forced=reference if args.force_routing else None, watch=report, **media)
+          dtype=getattr(torch, args.dtype), device=args.device, start=start, each=args.each,
+          kernel=args.kernel, forced=reference if args.force_routing else None, watch=report,
+          **media)
     if args.dump is not None:
         read = {} if ids is None else {"input_ids": ids}
         write_safetensors(args.dump, {**read, **record})
@@ -3429,6 +3439,7 @@ def build_parser():
     add("--from", dest="start", metavar="F", help="recorded sums that layer A starts from")
     add("--dump", metavar="F", help="write all recorded tensors to this safetensors file")
     add("--against", metavar="F", help="compare with such a file, as far as it goes")
+    add("--each", action="store_true", help="start every layer from the sums of --against")
     add("--force-routing", action="store_true", help="use the expert ids of --against")
     add("--rtol", type=float, default=1e-3, help="relative error accepted (%(default)s)")
     add = command("generate", generate_command, "text that continues a prompt, as it comes")

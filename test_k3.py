@@ -2065,6 +2065,10 @@ def test_trace_command(saved, tmp_path, capsys):
     wrong = change(folder, tmp_path / "wrong", lambda t: {**t, name: t[name] * 1.5} if name in t else None)
     status, out, _ = run(capsys, "trace", wrong, "--against", dump)
     assert status == 1 and "the first is layers.2.ffn_out" in out
+    status, out, _ = run(capsys, "trace", wrong, "--each", "--against", dump)          # the error is not handed on
+    assert status == 1 and {line.split()[1] for line in out.splitlines() if "DIFF" in line} == {"layers.2.ffn_out", "layers.2.prefix_sum"}
+    assert run(capsys, "trace", folder, "--each", "--against", dump, "--layers", "3:5")[0] == 0
+    assert run(capsys, "trace", folder, "--each", "--against", dump, "--from", dump)[0] == 2
     tensors = {n: t.clone() for n, t in k3.read_safetensors(dump).items()}
     idx = tensors["layers.1.topk_idx"]
     idx[0, 3] = torch.tensor([e for e in range(16) if e not in idx[0, 3]][:4])
