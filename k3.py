@@ -2621,7 +2621,7 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
     input_ids   [B, T], or a list of ids; not looked at where A > 0
     layers      (A, B): layers A to B - 1 only; None: all, and the logits
     start       recorded tensors, for A > 0: the running sum and stored blocks before it (`resume`)
-    each        every layer starts from them, not only A: so no error is handed on
+    each        every half layer starts from those of `start`, so that no error is handed on
     forced      tensors with `layers.i.topk_idx`: expert ids to use instead of the router's
     record      a dict to fill, as in K3.forward
     watch       called as watch(i, note, line) after each layer i (None before the first and after
@@ -2638,6 +2638,14 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
     model.kernel, forced = kernel, forced or {}
     keep = (lambda found: None) if record is None else record.update
     restart = lambda i: (x.to(device, dtype) for x in resume(start or {}, i, config).values())
+
+    def theirs(name, x):               # what follows x goes on with
+        if not each or name not in start:
+            return x
+        if start[name].shape != x.shape:
+            raise ValueError(f"{name} is {list(start[name].shape)}, to go on from it takes "
+                             f"{list(x.shape)}")
+        return start[name].to(device, dtype)
     with torch.no_grad():
         if A == 0:
             ids = torch.as_tensor(input_ids)
@@ -2646,6 +2654,7 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
             s, _ = model.embed(ids.to(device), pixel_values, grid_thws, record)
             known, blocks = {"embed": s}, []
             watch(None, known, "")
+            s = theirs("embed", s)
         else:
             known = resume(start or {}, A, config)
             *blocks, s = restart(A)
@@ -2656,7 +2665,9 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
                 *blocks, s = restart(i)
             began, read, before, note = time.time(), checkpoint.bytes_read, [*blocks, s], {}
             layer = model.layer(i)
+            ours = each and judge_apart(layer, lambda name, x: theirs(f"layers.{i}.{name}", x))
             s, blocks = layer(s, blocks, note=note, forced=forced.get(f"layers.{i}.topk_idx"))
+            note.update(ours or {})
             if record is not None:
                 record_layer(record, i, note)
             read, seconds = checkpoint.bytes_read - read, time.time() - began
@@ -2667,11 +2678,30 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
             *blocks, s = restart(n)
         text = model.language_model.model
         mixed = text.output_mix(blocks, s)
-        h = text.norm(mixed)
-        note = {"final_mixed": mixed, "final_normed": h, "logits": f32(model.head(h))}
+        h = text.norm(theirs("final_mixed", mixed))
+        logits = f32(model.head(theirs("final_normed", h)))
+        note = {"final_mixed": mixed, "final_normed": h, "logits": logits}
         keep(note)
         watch(None, note, "")
     return note["logits"]
+
+
+def judge_apart(layer, theirs):
+    """Makes each half of a layer go on with theirs(name, ours); what was ours is in the result."""
+    ours = {}
+
+    def going_out(name):
+        def hook(module, args, out):
+            ours[name] = out
+            return theirs(name, out)
+        return hook
+    layer.self_attn.register_forward_hook(going_out("attn_out"))
+    getattr(layer, "block_sparse_moe", getattr(layer, "mlp", None)).register_forward_hook(
+        going_out("ffn_out"))
+    for norm, name in ((layer.input_layernorm, "attn_in"),
+                       (layer.post_attention_layernorm, "ffn_in")):
+        norm.register_forward_pre_hook(lambda _, args, name=name: (theirs(name, *args),))
+    return ours
 
 
 def layer_line(i, layer, before, blocks, note, size, seconds):
@@ -3265,7 +3295,8 @@ def trace_command(args):
                                   not os.access(os.path.dirname(args.dump) or ".", os.W_OK)):
         raise ValueError(f"--dump {args.dump}: cannot be written")
     if args.each and (args.start or not reference):
-        raise ValueError("--each needs --against, from whose sums each layer starts, and no --from")
+        raise ValueError("--each needs --against, whose tensors each half layer starts from, and "
+                         "no --from")
     start = reference if args.each else start
     if args.layers and args.layers[0]:
         if args.ids is not None or args.text is not None or args.image:
@@ -3439,7 +3470,7 @@ def build_parser():
     add("--from", dest="start", metavar="F", help="recorded sums that layer A starts from")
     add("--dump", metavar="F", help="write all recorded tensors to this safetensors file")
     add("--against", metavar="F", help="compare with such a file, as far as it goes")
-    add("--each", action="store_true", help="start every layer from the sums of --against")
+    add("--each", action="store_true", help="start every half layer from the tensors of --against")
     add("--force-routing", action="store_true", help="use the expert ids of --against")
     add("--rtol", type=float, default=1e-3, help="relative error accepted (%(default)s)")
     add = command("generate", generate_command, "text that continues a prompt, as it comes")

@@ -2066,9 +2066,18 @@ def test_trace_command(saved, tmp_path, capsys):
     status, out, _ = run(capsys, "trace", wrong, "--against", dump)
     assert status == 1 and "the first is layers.2.ffn_out" in out
     status, out, _ = run(capsys, "trace", wrong, "--each", "--against", dump)          # the error is not handed on
-    assert status == 1 and {line.split()[1] for line in out.splitlines() if "DIFF" in line} == {"layers.2.ffn_out", "layers.2.prefix_sum"}
+    assert status == 1 and {line.split()[1] for line in out.splitlines() if "DIFF" in line} == {"layers.2.ffn_out"}
     assert run(capsys, "trace", folder, "--each", "--against", dump, "--layers", "3:5")[0] == 0
     assert run(capsys, "trace", folder, "--each", "--against", dump, "--from", dump)[0] == 2
+    cut = {n: x if "prefix" in n else x[:, :3].contiguous() for n, x in k3.read_safetensors(dump).items() if n != "input_ids"}
+    k3.write_safetensors(tmp_path / "cut.safetensors", cut)
+    status, _, err = run(capsys, "trace", folder, *ids, "--each", "--against", tmp_path / "cut.safetensors")
+    assert status == 2 and "embed is [1, 3, 64]" in err
+    sums = k3.read_safetensors(dump)
+    sums["layers.1.prefix_sum"] = sums["layers.1.prefix_sum"] + sums["layers.1.attn_out"]        # added twice: only the sum is wrong
+    k3.write_safetensors(tmp_path / "sums.safetensors", sums)
+    status, out, _ = run(capsys, "trace", folder, "--each", "--against", tmp_path / "sums.safetensors")
+    assert [line.split()[1] for line in out.splitlines() if "DIFF" in line][0] == "layers.1.prefix_sum"
     tensors = {n: t.clone() for n, t in k3.read_safetensors(dump).items()}
     idx = tensors["layers.1.topk_idx"]
     idx[0, 3] = torch.tensor([e for e in range(16) if e not in idx[0, 3]][:4])
