@@ -59,8 +59,8 @@ import urllib.parse
 import urllib.request
 import warnings
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -1504,7 +1504,7 @@ class K3(nn.Module):
         text = self.language_model.model
         embed, valid = self.embed(input_ids, pixel_values, grid_thws, record)
         if state is not None:
-            state.check_room(embed.shape[1])           # media have made it longer
+            state.check_room(embed.shape[1])           # media make it longer than input_ids
         s, blocks = embed, []
         for i in range(len(text.layers)):
             note = None if record is None else {}
@@ -1603,8 +1603,6 @@ class K3(nn.Module):
         B, T = ids.shape
         if state is not None and state.batch != B:
             raise ValueError(f"the state is for {state.batch} sequences, input_ids hold {B}")
-        if state is not None:
-            state.check_room(T)
         if ids.device.type == "cpu" and ids.numel():   # elsewhere looking would wait for the device
             V, pad = self.config.vocab_size, self.config.pad_token_id
             low, high = int(ids.min()), int(ids.max())
@@ -1914,12 +1912,12 @@ class Folder:
 
 @contextmanager
 def threads(n):
-    """A pool of threads; an error or Ctrl-C does not wait for what they are doing."""
+    """A pool of threads whose end waits for none of them: the block takes the results it wants."""
     pool = ThreadPoolExecutor(n)
     try:
         yield pool
     finally:
-        pool.shutdown(wait=sys.exc_info()[0] is None, cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Redirect(urllib.request.HTTPRedirectHandler):
@@ -2635,17 +2633,19 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
     A, B = (0, n) if layers is None else layers
     if not 0 <= A < B <= n:
         raise ValueError(f"layers {A}:{B}: the model has layers 0 to {n - 1}")
-    model.kernel, forced = kernel, forced or {}
+    model.kernel, forced, start = kernel, forced or {}, start or {}
     keep = (lambda found: None) if record is None else record.update
-    restart = lambda i: (x.to(device, dtype) for x in resume(start or {}, i, config).values())
+    sums = lambda known: [x.to(device, dtype) for x in known.values()]
 
-    def theirs(name, x):               # what follows x goes on with
+    def theirs(name, x):
+        """What the next half goes on with: ours, or with `each` start's if it is there."""
         if not each or name not in start:
             return x
         if start[name].shape != x.shape:
             raise ValueError(f"{name} is {list(start[name].shape)}, to go on from it takes "
                              f"{list(x.shape)}")
         return start[name].to(device, dtype)
+
     with torch.no_grad():
         if A == 0:
             ids = torch.as_tensor(input_ids)
@@ -2656,18 +2656,19 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
             watch(None, known, "")
             s = theirs("embed", s)
         else:
-            known = resume(start or {}, A, config)
-            *blocks, s = restart(A)
+            known = resume(start, A, config)
+            *blocks, s = sums(known)
         keep(known)
         check_forced(forced, s.shape[:2], config)
         for i in range(A, B):
             if each and i > A:
-                *blocks, s = restart(i)
+                *blocks, s = sums(resume(start, i, config))
             began, read, before, note = time.time(), checkpoint.bytes_read, [*blocks, s], {}
             layer = model.layer(i)
-            ours = each and judge_apart(layer, lambda name, x: theirs(f"layers.{i}.{name}", x))
+            swap = lambda name, x: theirs(f"layers.{i}.{name}", x)
+            ours = judge_apart(layer, swap) if each else {}
             s, blocks = layer(s, blocks, note=note, forced=forced.get(f"layers.{i}.topk_idx"))
-            note.update(ours or {})
+            note.update(ours)
             if record is not None:
                 record_layer(record, i, note)
             read, seconds = checkpoint.bytes_read - read, time.time() - began
@@ -2675,7 +2676,7 @@ def trace(checkpoint, input_ids, layers=None, record=None, *, dtype=torch.float3
         if B < n:
             return s
         if each:
-            *blocks, s = restart(n)
+            *blocks, s = sums(resume(start, n, config))
         text = model.language_model.model
         mixed = text.output_mix(blocks, s)
         h = text.norm(theirs("final_mixed", mixed))
@@ -2982,8 +2983,7 @@ class DecodeGraph:
         return logits
 
     def __call__(self, ids):
-        if self.state.length >= self.state.capacity:
-            raise ValueError(f"the state is full: it holds {self.state.capacity} tokens")
+        self.state.check_room(1)
         self.state.length += 1
         self.ids.copy_(ids)
         return self.replay()
@@ -3333,7 +3333,7 @@ def prompt_ids(args, checkpoint, tensors):
     sizes, media = open_pictures(args)
     if len({args.ids, args.text, args.start} - {None}) > 1:
         raise ValueError("--text, --ids and --from each say what to read: give one")
-    ids, V = None, checkpoint.config.vocab_size
+    ids, config = None, checkpoint.config
     if args.ids is not None:
         try:
             ids = [int(i) for i in args.ids.split(",")]
@@ -3344,13 +3344,13 @@ def prompt_ids(args, checkpoint, tensors):
         ids = encode_parts(load_tokenizer(checkpoint), [*sizes, args.text])
     elif "input_ids" not in tensors:
         raise ValueError("give --text or --ids (or a reference file that holds input_ids)")
-    if odd := [i for i in ids or () if not 0 <= i < V]:
-        raise ValueError(f"token id {odd[0]} is outside the vocabulary of {V}")
-    ids, placeholder = (tensors["input_ids"] if ids is None else torch.tensor([ids]),
-                        checkpoint.config.media_placeholder_token_id)
+    if odd := [i for i in ids or () if not 0 <= i < config.vocab_size]:
+        raise ValueError(f"token id {odd[0]} is outside the vocabulary of {config.vocab_size}")
+    ids = tensors["input_ids"] if ids is None else torch.tensor([ids])
     if not ids.numel():
         raise ValueError("there is no token to read")
-    if not sizes and checkpoint.config.vt_num_hidden_layers and (ids == placeholder).any():
+    placeholder = config.media_placeholder_token_id
+    if not sizes and config.vt_num_hidden_layers and (ids == placeholder).any():
         raise ValueError(f"id {placeholder} stands for a picture: give one with --image")
     return ids, media
 

@@ -1,7 +1,7 @@
 """Fast twins of k3.py's plain paths in PyTorch operations: no Triton, no torch.compile, no C++.
 
     kda_chunk        twin of kda_recurrent: chunks of tokens as maps of the state     [§2.1.1]
-    experts_grouped  twin of the loop over experts: sorted tokens, grouped matmuls    [§2.3]
+    experts_grouped  twin of the loop over experts: sorted tokens, grouped matmuls    [§2.3.1]
     rms_norm, l2_norm, short_conv, situ_glu, attn_res    twins of the same names
 
 On a GPU nothing asks the device for a number and every shape follows from the arguments' shapes, so
